@@ -50,7 +50,6 @@ def draft_chains(
 
     Returns:
         ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
-
     """
     device = tokens.device
     drafted: list[Tensor] = []
@@ -96,7 +95,6 @@ def draft_on_pages(
 
     Returns:
         ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
-
     """
 
     def batches(members: list[int], num_before: int, num_forwards: int) -> list[partial[RaggedBatch]]:
@@ -136,7 +134,6 @@ def chosen_tokens(
         token_ids: ``[N]`` int64, the token of each row. Only repetition penalties read it; None: there are none.
         cu_seqlens: ``[B + 1]`` int32, the first row of each sequence, and their number; None: each row is one's only.
         target_ids: ``[V]`` int64, the target's id of each id of the logits, returned in its place; None: the same.
-
     """
     if target_ids is not None:
         if sampling is None:
@@ -169,7 +166,6 @@ def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
 
     Returns:
         ``[N, vocab_size]``; minus infinity where the drafter has no such id.
-
     """
     wide = logits.new_full((len(logits), vocab_size), float("-inf"))
     wide[:, target_ids] = logits
@@ -184,7 +180,6 @@ def laid_out_loop(
     Returns:
         The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence has a
         repetition penalty, for which there are no graphs.
-
     """
     sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
     if any(sequence.params.repetition_penalty != 1 for sequence in sequences):

@@ -41,7 +41,6 @@ def read_config(folder: Path) -> CloverConfig:
 
     Raises:
         ConfigError: there is none, or it has settings that are not served.
-
     """
     settings = Settings.read(folder, _KIND)
     layer = settings.layer()

@@ -34,13 +34,8 @@ _DEFAULT_TREE = ((0,), (0, 0), (0, 0, 0), (1,))
 class CloverDrafter(TappedDrafter, HeadsDrafter):
     """Proposes a tree of what successive heads predict, or a chain.
 
-    Args:
-        context: the target, the settings (``draft_tree``) and the device.
-        folder: the checkpoint; see ``checkpoint.py`` for its format.
-
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
-
     """
 
     model: CloverModel
@@ -87,7 +82,7 @@ class CloverDrafter(TappedDrafter, HeadsDrafter):
         # At each depth, the likeliest tokens behind each of the nodes that have children.
         model = self.model
         num_sequences = len(sequences)
-        if sum(map(self._num_queued, sequences)) > self._most_rows:
+        if sum(map(self.num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
         batch, hidden = self._queued_batch(self._queued_rows(sequences))
         last = batch.last_rows if batch.most_rows > 1 else None
@@ -153,7 +148,6 @@ class _Levels:
 
 
 def _paths(shape: Shape) -> list[tuple[int, ...]]:
-    """Return the rank path of every node."""
     paths: list[tuple[int, ...]] = []
     for rank, parent in zip(shape.ranks, shape.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))

@@ -37,10 +37,7 @@ _TINY = 1e-12  # the mean square of a row of zeros, which some tokens that no te
 def load_clover(folder: Path, target: RaggedModel) -> CloverModel:
     """Load a checkpoint onto a target's device and in its dtype.
 
-    Raises:
-        ConfigError: the folder cannot be read, or was made for another target; the message names the setting or weight.
-        VocabularyMismatchError: it was made for another vocabulary.
-
+    Raises ``ConfigError`` or ``VocabularyMismatchError`` where the folder cannot be read or does not fit the target.
     """
     config = read_config(folder)
     check_target(config, target)
@@ -59,19 +56,9 @@ class _Head(Weights):
 
 
 class CloverModel(LayeredModel):
-    """An augmenting block, and heads that follow one another, for one target.
+    """An augmenting block, which has the KV entries, and heads that follow one another.
 
-    Args:
-        config: of the checkpoint.
-        weights: of the checkpoint, checked.
-        target: gives dtype, device, ops, and the output layer.
-
-    Attributes:
-        layout: shapes of the KV entries of its augmenting block.
-
-    Raises:
-        ConfigError: the target's output layer is not a linear layer.
-
+    Their output layer is the target's; ``ConfigError`` if that is not a linear layer.
     """
 
     config: CloverConfig
@@ -88,14 +75,8 @@ class CloverModel(LayeredModel):
     def augment(self, batch: RaggedBatch, pool: PagePool, hidden: Tensor) -> Tensor:
         """Run the augmenting block, one pre-norm transformer layer, and write its KV entries.
 
-        Args:
-            batch: ``T`` rows; their tokens are not read.
-            pool: this drafter's pages.
-            hidden: ``[T, H]``, the inputs of the target's output layer at the rows' positions.
-
-        Returns:
-            h_0 of every row, ``[T, H]``.
-
+        ``hidden [T, H]`` are the inputs of the target's output layer at the rows' positions, whose tokens are not read.
+        The result is h_0 of every row, ``[T, H]``.
         """
         return self._layer(self._block, hidden, self._factors_at(batch), pool.layers[0], batch)
 
@@ -104,12 +85,8 @@ class CloverModel(LayeredModel):
 
         Args:
             index: of the head.
-            hidden: ``[N, H]``, h of the head before; the first head gets h_0.
+            hidden: ``[N, H]``, h of the head before, or h_0; the result is this head's.
             token_ids: ``[N]`` int64, the token that follows each row's path: for the first head the newest one.
-
-        Returns:
-            ``[N, H]``, this head's h.
-
         """
         head = self._heads[index]
         query = self._linear(self._normed(hidden, head.norm), head.query)

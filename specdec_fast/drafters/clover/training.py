@@ -53,12 +53,8 @@ class _Head(nn.Module):
 class CloverModule(DrafterModule):
     """An augmenting block and heads in sequence. Its ``state_dict()`` has the names of checkpoints.
 
-    Args:
-        config: sizes of the augmenting block.
-        output: ``[vocab_size, H]``, the weights of the target's output layer, which all heads share; they stay.
-        num_heads: number of tokens to draft.
-        num_blocks: residual blocks of a head; they begin as the identity.
-
+    All heads share ``output [vocab_size, H]``, the weights of the target's output layer, which stay. The residual
+    blocks of a head begin as the identity.
     """
 
     def __init__(self, config: LlamaConfig, output: Tensor, num_heads: int, num_blocks: int = 1) -> None:
@@ -91,10 +87,7 @@ def new_clover(target: PreTrainedModel, num_heads: int) -> CloverModule:
 
     The augmenting block begins as the identity: its two output projections are 0. All else in it begins as in the
     target's last layer, if that has the weights of a Llama layer and no others.
-
-    Raises:
-        ConfigError: the target's output layer is not one matrix without a bias.
-
+    The errors are those of ``output_weight``.
     """
     layer = layer_config(target, DrafterSize())
     layer._attn_implementation = "sdpa"
@@ -110,14 +103,7 @@ def new_clover(target: PreTrainedModel, num_heads: int) -> CloverModule:
 
 
 def save_clover(module: CloverModule, folder: Path, choices: list[list[int]]) -> None:
-    """Write ``config.json`` and ``model.safetensors``, weights in bf16.
-
-    Args:
-        module: the trained heads.
-        folder: exists.
-        choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
-
-    """
+    """Write ``config.json`` and ``model.safetensors``; the arguments are those of ``save_heads`` (Medusa)."""
     config = {
         "architectures": ["CloverModel"],
         "model_type": MODEL_TYPE,

@@ -49,7 +49,6 @@ def is_dflash(folder: Path) -> bool:
 
     Raises:
         ConfigError: ``architectures`` is no list of names.
-
     """
     settings = Settings.read_if_any(folder)
     if settings.is_speculators:
@@ -62,7 +61,6 @@ def read_config(folder: Path) -> DFlashConfig:
 
     Raises:
         ConfigError: there is none, it is of another kind of drafter, or it has settings that are not served.
-
     """
     top = Settings.read(folder, _DFLASH)
     top.expect_speculators_kind(*_KINDS)
@@ -163,7 +161,7 @@ def _confidence(settings: Settings, markov_rank: int) -> bool | None:
 
 
 def weight_table(config: DFlashConfig, num_taps: int) -> WeightTable:
-    """Return names and shapes of the weights of a drafter with ``num_taps`` taps, which ``fc`` takes side by side."""
+    """Return names and shapes of the weights of a drafter with ``num_taps`` taps, which ``fc`` takes concatenated."""
     layer = config.layer
     hidden = layer.hidden_size
     table = WeightTable("DSpark" if config.markov_rank else "DFlash")
@@ -187,7 +185,6 @@ def weight_table(config: DFlashConfig, num_taps: int) -> WeightTable:
 
 
 def _heads(config: DFlashConfig) -> dict[str, Shape]:
-    """Return the shapes of the Markov head and the confidence head."""
     hidden = config.layer.hidden_size
     rank = config.markov_rank
     shapes: dict[str, Shape] = {}

@@ -34,13 +34,8 @@ class DFlashDrafter(TappedDrafter):
     the tokens if K is chosen by a policy, which then leaves those out of the verification that are not worth their
     rows.
 
-    Args:
-        context: the target, the settings (``tap_layers``) and the device.
-        folder: the checkpoint; see ``dflash_config.py`` for the formats.
-
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
-
     """
 
     settings = ("tap_layers",)

@@ -21,12 +21,6 @@ class MarkovHead(Weights):
     * gated: sigmoid(gate([h; e])) * e;
     * rnn: tanh(o), where (z, c, o) = joint([s; e; h]) and the state s, 0 at first, becomes
       sigmoid(z) * s + (1 - sigmoid(z)) * tanh(c).
-
-    Args:
-        kind: one of ``MARKOV_HEADS`` (``checkpoint.py``).
-        weights: of the checkpoint, by name, placed.
-        ops: computes the linears.
-
     """
 
     def __init__(self, kind: str, weights: dict[str, Tensor], ops: Ops) -> None:
@@ -47,7 +41,6 @@ class MarkovHead(Weights):
 
         Returns:
             ``[N, draft_vocab_size]``, and the state for the next row, None if the head has none.
-
         """
         embedded = embedding(previous, self._by_name["markov_w1.weight"])
         if self._kind == "gated":
@@ -71,11 +64,6 @@ class ConfidenceHead(Weights):
 
     With h the drafter's hidden state of the row and e = w1[previous token], the probability is sigmoid(proj([h; e])),
     or sigmoid(proj(h)) if the head does not read the Markov head's embedding.
-
-    Args:
-        weights: of the checkpoint, by name, placed.
-        with_markov: whether it reads the Markov head's embedding of the token before.
-
     """
 
     def __init__(self, weights: dict[str, Tensor], with_markov: bool) -> None:
@@ -94,7 +82,6 @@ class ConfidenceHead(Weights):
 
         Returns:
             ``[N]`` fp32 on the CPU. A NaN counts as certain rejection.
-
         """
         rows = hidden.float()
         if self._embedding is not None:

@@ -27,40 +27,24 @@ from specdec_fast.runner.ragged_model import RaggedModel
 def load_dflash(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> DFlashModel:
     """Load a checkpoint (of z-lab, SGLang, DeepSpec or ``speculators``) onto a target's device and in its dtype.
 
-    Raises:
-        ConfigError: the folder cannot be read, or was made for another target; the message names the setting or weight.
-        VocabularyMismatchError: it was made for another vocabulary.
-
+    Raises ``ConfigError`` or ``VocabularyMismatchError`` where the folder cannot be read or does not fit the target.
     """
     config = read_config(folder)
     if tap_layers is None and config.tap_layers is None:
         raise ConfigError(f"{str(folder)!r} names no tap layers (target_layer_ids); pass tap_layers.")
     taps = fitting_taps(config, target, tap_layers)
-    return DFlashModel(config, taps, weight_table(config, len(taps)).read(folder), target)
+    return DFlashModel(config, weight_table(config, len(taps)).read(folder), target, taps)
 
 
 class DFlashModel(LayeredModel):
-    """A DFlash or DSpark drafter for one target.
-
-    Args:
-        config: of the checkpoint.
-        taps: the taps that ``fc`` takes, in order.
-        weights: of the checkpoint, checked.
-        target: gives dtype, device, ops, and embedding and output layer if the checkpoint has none.
-
-    Attributes:
-        markov: DSpark's Markov head, or None.
-        confidence: DSpark's confidence head, or None.
-
-    """
+    """A DFlash or DSpark drafter for one target, which gives embedding and output layer if the checkpoint has none."""
 
     config: DFlashConfig
 
     def __init__(
-        self, config: DFlashConfig, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
+        self, config: DFlashConfig, weights: dict[str, Tensor], target: RaggedModel, taps: tuple[int, ...]
     ) -> None:
-        super().__init__(config, weights, target)
-        self.taps = taps
+        super().__init__(config, weights, target, taps)
         weights = placed(weights, self.layout.dtype, self.layout.device)
         self._fc = weights["fc.weight"]
         self._hidden_norm = weights["hidden_norm.weight"]
@@ -83,14 +67,7 @@ class DFlashModel(LayeredModel):
         return self._normed(self._linear(rows, (self._fc, None)), self._hidden_norm)
 
     def write_context(self, batch: RaggedBatch, pool: PagePool, features: Tensor) -> None:
-        """Write the KV entries of positions of the context.
-
-        Args:
-            batch: ``T`` rows; their tokens are not read.
-            pool: this drafter's pages.
-            features: ``[T, H]`` from ``project``.
-
-        """
+        """Write the KV entries of positions of the context for their ``features [T, H]``; tokens are not read."""
         factors = self._factors_at(batch)
         query_size = self._sizes[0]
         for layer, pages in zip(self._layers, pool.layers, strict=True):
@@ -104,13 +81,8 @@ class DFlashModel(LayeredModel):
     def forward(self, batch: RaggedBatch, pool: PagePool) -> Tensor:
         """Compute blocks; their KV entries stand behind those of the context, until the context grows over them.
 
-        Args:
-            batch: ``T`` rows: of each sequence its newest token, at its position, and masks behind it.
-            pool: this drafter's pages, with the entries of all earlier positions.
-
-        Returns:
-            ``[T, H]``, the hidden state of each row after the last norm.
-
+        The ``T`` rows are each sequence's newest token, at its position, and masks behind it; the pool has the entries
+        of all earlier positions. The result is ``[T, H]``, the hidden state of each row after the last norm.
         """
         factors = self._factors_at(batch)
         blocks = batch.seeing_all_rows()

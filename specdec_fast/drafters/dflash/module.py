@@ -42,13 +42,12 @@ class DFlashModule(DrafterModule):
 
     Args:
         config: sizes; hidden size and vocabulary are the target's.
-        feature_size: width of a row's taps side by side.
+        feature_size: width of a row's taps, concatenated.
         block_size: rows of a block.
         mask_token_id: stands for a token to be drafted.
         markov_rank: of the Markov head, which makes it DSpark, with a confidence head; 0: none of them.
         embedding: ``[vocab_size, H]``, the target's; it is not trained.
         output: ``[vocab_size, H]``, the target's output layer; it is not trained.
-
     """
 
     num_batches: Tensor
@@ -86,14 +85,13 @@ class DFlashModule(DrafterModule):
         return self.block_size - (self.markov_head is None)
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
-        """Draft a block behind every token but the first; see ``DrafterModule``."""
         length = token_ids.shape[1]
         rows = torch.arange(length - 1, device=token_ids.device)
         drafted = self._logits(self._blocks(features, token_ids, rows, num_steps), token_ids, rows)
         return [drafted[:, : length - 1 - step, step] for step in range(num_steps)]
 
     def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> Drafts:
-        """Draft blocks behind tokens at random positions, others in each batch."""
+        # Blocks behind tokens at random positions, others in each batch.
         rows = self._anchors(token_ids, num_steps)
         drafted = self._logits(self._blocks(features, token_ids, rows, num_steps), token_ids, rows)
         return [(drafted[:, :, step], rows + step + 1) for step in range(num_steps)]
@@ -104,7 +102,6 @@ class DFlashModule(DrafterModule):
         Returns:
             What ``drafts`` returns; per step, the logits ``[B, N]`` of the probability that its token is accepted if
             those before it are. They pass no gradient on to the layers.
-
         """
         assert self.confidence_head is not None
         assert self.markov_head is not None
@@ -117,7 +114,7 @@ class DFlashModule(DrafterModule):
         return [(drafted[:, :, step], rows + step + 1) for step in steps], [scored[:, :, step] for step in steps]
 
     def output_layers(self) -> list[nn.Module]:
-        """Return the layers of the heads, if there are any; the output layer is the target's."""
+        # The output layer is the target's.
         if self.markov_head is None or self.confidence_head is None:
             return []
         return [self.markov_head.markov_w2, self.confidence_head.proj]
@@ -145,7 +142,6 @@ class DFlashModule(DrafterModule):
 
         Returns:
             ``[B, N, num_steps, H]`` after the last norm: step k for the token at position ``rows[n] + 2 + k``.
-
         """
         length = token_ids.shape[1]
         device = token_ids.device
@@ -198,7 +194,6 @@ def _attended(
 
     Returns:
         ``[B, N * size, heads * head_dim]``.
-
     """
     blocks = [states.unflatten(2, (-1, size)) for states in (query, *within)]  # [B, heads, N, size, head_dim]
     scale = query.shape[-1] ** -0.5

@@ -25,15 +25,7 @@ class BlockSize:
 def new_dflash(target: PreTrainedModel, size: DrafterSize, block: BlockSize, mask_token_id: int) -> DFlashModule:
     """Return a drafter to be trained, on the target's device, in fp32, with the target's embedding and output layer.
 
-    Args:
-        target: the model that it will draft for.
-        size: of its layers; the hidden size is the target's.
-        block: of its blocks.
-        mask_token_id: stands for a token to be drafted.
-
-    Raises:
-        ConfigError: the target's output layer is not one matrix without a bias.
-
+    Its hidden size is the target's. The errors are those of ``output_weight`` and ``layer_config``.
     """
     layer = layer_config(target, size, block.num_layers)
     embedding = target.get_input_embeddings().weight.detach().float()
@@ -44,15 +36,7 @@ def new_dflash(target: PreTrainedModel, size: DrafterSize, block: BlockSize, mas
 
 
 def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, taps: tuple[int, ...]) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in the format of z-lab and SGLang, weights in bf16.
-
-    Args:
-        module: the trained drafter.
-        folder: exists.
-        target: the model that it was trained for.
-        taps: ``DrafterSize.taps``.
-
-    """
+    """Write a checkpoint in the format of z-lab and SGLang; ``taps`` are those of ``DrafterSize``."""
     head = module.markov_head
     markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
     markov |= {} if head is None else {"enable_confidence_head": True, "confidence_head_with_markov": True}

@@ -33,7 +33,6 @@ def is_eagle3(folder: Path) -> bool:
 
     Raises:
         ConfigError: ``architectures`` is no list of names.
-
     """
     settings = Settings.read_if_any(folder)
     if settings.is_speculators:
@@ -46,7 +45,6 @@ def read_config(folder: Path) -> Eagle3Config:
 
     Raises:
         ConfigError: there is none, it is of another kind of drafter, or it has settings that are not served.
-
     """
     top = Settings.read(folder, _EAGLE3)
     top.expect_speculators_kind("eagle3")
@@ -73,7 +71,7 @@ def read_config(folder: Path) -> Eagle3Config:
 
 
 def weight_table(config: Eagle3Config, num_taps: int) -> WeightTable:
-    """Return names and shapes of the weights of a drafter with ``num_taps`` taps, which ``fc`` takes side by side."""
+    """Return names and shapes of the weights of a drafter with ``num_taps`` taps, which ``fc`` takes concatenated."""
     layer = config.layer
     hidden = layer.hidden_size
     table = WeightTable("EAGLE-3")

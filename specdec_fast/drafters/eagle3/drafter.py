@@ -30,18 +30,13 @@ class Eagle3Drafter(ChainDrafter):
 
     Where no tree may have all its nodes, it proposes chains, which take fewer rows to draft.
 
-    Args:
-        context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
-        folder: the checkpoint; see ``checkpoint.py`` for the formats.
-
     Attributes:
-        max_nodes: of its trees; 0 if it proposes chains.
+        drafts_in_one_call: whether a call of a program drafts a whole step, where no request has a repetition penalty.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target; or
             ``draft_tree`` has a node beyond the last id.
         NotYetSupportedError: ``draft_tree`` is a tree, and the target verifies chains only.
-
     """
 
     settings = ("tap_layers", "draft_tree")
@@ -58,6 +53,7 @@ class Eagle3Drafter(ChainDrafter):
         self.rows = RowModule(model.layers_function(), model.ops, page_size, config.enforce_eager)
         # A program projects within the call that drafts; where there is no such call, PyTorch projects.
         self._projection = RowModule(model.projection_function(), model.ops, page_size, self.rows.program is None)
+        self.drafts_in_one_call = self.rows.program is not None
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
@@ -99,9 +95,9 @@ class Eagle3Drafter(ChainDrafter):
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
         drafting = [sequences[i] for i in chosen]
         within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
-        if sum(map(self._num_queued, drafting)) > self._most_rows:
+        if sum(map(self.num_queued, drafting)) > self._most_rows:
             self._catch_up(drafting)
-        if self._drafts_in_one_call(drafting):
+        if self._in_one_call(drafting):
             drafted = self._trees_of_program(self._trees, drafting, within)
             counts = dict(zip(chosen, drafted.counts, strict=True))
             every_count = [counts.get(i, 0) for i in range(len(sequences))]
@@ -110,8 +106,8 @@ class Eagle3Drafter(ChainDrafter):
         nodes = dict(zip(chosen, trees, strict=True))
         return draft_of([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
-    def _drafts_in_one_call(self, sequences: list[Sequence]) -> bool:
-        return self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in sequences)
+    def _in_one_call(self, sequences: list[Sequence]) -> bool:
+        return self.drafts_in_one_call and all(s.params.repetition_penalty == 1 for s in sequences)
 
     def _trees_of_program(
         self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[tuple[int, int]]
@@ -123,7 +119,6 @@ class Eagle3Drafter(ChainDrafter):
         return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
     def _last_rows(self, sequences: list[Sequence]) -> LastRows:
-        """Compute the rows of all features, and return the last ones."""
         batch, inputs = self._queued_batch(self._queued_rows(sequences))
         logits, hidden = self.rows(self._pool(), batch, inputs, batch.last_rows)
         return LastRows(inputs[batch.last_rows], hidden[batch.last_rows], logits)
@@ -137,7 +132,7 @@ class Eagle3Drafter(ChainDrafter):
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         members = list(drafting)
         counts = list(drafting.values())
-        if self._drafts_in_one_call(members):
+        if self._in_one_call(members):
             queued = self._queued_rows(members)
             token_ids = tokens_after(queued)
             choice = self._choice(sampling_of(members, self._device))

@@ -27,34 +27,22 @@ from specdec_fast.runner.ragged_model import RaggedModel
 def load_eagle3(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> Eagle3Model:
     """Load a checkpoint, raw (SafeAILab, SGLang) or of ``speculators``, onto a target's device and in its dtype.
 
-    Raises:
-        ConfigError: the folder cannot be read, or was made for another target; the message names the setting or weight.
-        VocabularyMismatchError: it was made for another vocabulary.
-
+    Raises ``ConfigError`` or ``VocabularyMismatchError`` where the folder cannot be read or does not fit the target.
     """
     config = read_config(folder)
     taps = fitting_taps(config, target, tap_layers)
-    return Eagle3Model(config, taps, weight_table(config, len(taps)).read(folder, PREFIXES), target)
+    return Eagle3Model(config, weight_table(config, len(taps)).read(folder, PREFIXES), target, taps)
 
 
 class Eagle3Model(LayeredModel):
-    """An EAGLE-3 drafter for one target.
-
-    Args:
-        config: of the checkpoint.
-        taps: the taps that ``fc`` takes, in order.
-        weights: of the checkpoint, checked.
-        target: gives dtype, device, ops, and the embedding if the checkpoint has none.
-
-    """
+    """An EAGLE-3 drafter for one target, which gives the embedding if the checkpoint has none."""
 
     config: Eagle3Config
 
     def __init__(
-        self, config: Eagle3Config, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
+        self, config: Eagle3Config, weights: dict[str, Tensor], target: RaggedModel, taps: tuple[int, ...]
     ) -> None:
-        super().__init__(config, weights, target)
-        self.taps = taps
+        super().__init__(config, weights, target, taps)
         weights = placed(weights, self.layout.dtype, self.layout.device)
         embedding_of_target = target.model.get_input_embeddings()
         self._embedding = weight_or_targets(config, weights, "embed_tokens", embedding_of_target)
@@ -81,14 +69,8 @@ class Eagle3Model(LayeredModel):
     def forward(self, batch: RaggedBatch, pool: PagePool, hidden: Tensor) -> Tensor:
         """Compute rows, and write their KV entries.
 
-        Args:
-            batch: ``T`` rows; the token of a row at position i is that of position i + 1.
-            pool: this drafter's pages.
-            hidden: ``[T, H]``, a feature from ``project``, or the result for the row before.
-
-        Returns:
-            ``[T, H]``, the hidden state of each row, as the next row takes it.
-
+        The token of a row at position i is that of position i + 1. ``hidden [T, H]`` has a feature from ``project`` or
+        the result for the row before. The result is the hidden state of each row, ``[T, H]``, as the next row takes it.
         """
         factors = self._factors_at(batch)
         first = self._layers[0]

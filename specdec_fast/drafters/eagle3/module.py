@@ -25,11 +25,7 @@ class _Layer(nn.Module):
 class Eagle3Module(DrafterModule):
     """One layer over projected features, with the parameter names of raw EAGLE-3 checkpoints.
 
-    Args:
-        config: sizes of the drafter; ``vocab_size`` is the target's.
-        feature_size: width of a row's taps side by side.
-        draft_vocab_size: number of ids that it can propose.
-
+    ``config.vocab_size`` is the target's; ``feature_size`` is the width of a row's taps, concatenated.
     """
 
     def __init__(self, config: LlamaConfig, feature_size: int, draft_vocab_size: int) -> None:
@@ -78,14 +74,10 @@ def _attended(query: Tensor, keys: list[Tensor], values: list[Tensor], visible: 
     """Attend from the last step's rows to the first step's rows up to the same position, and to their chain.
 
     Args:
-        query: ``[B, heads, n, head_dim]``.
-        keys: per step, ``[B, heads, n or more, head_dim]``.
+        query: ``[B, heads, n, head_dim]``; the result is ``[B, n, heads * head_dim]``.
+        keys: per step, ``[B, heads, n or more, head_dim]``; so are the values.
         values: as the keys.
         visible: ``[n, n]`` bool, which rows of the first step a row sees.
-
-    Returns:
-        ``[B, n, heads * head_dim]``.
-
     """
     count = query.shape[2]
     scale = query.shape[3] ** -0.5

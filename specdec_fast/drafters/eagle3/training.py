@@ -17,15 +17,8 @@ def new_module(
 ) -> Eagle3Module:
     """Return a drafter to be trained, on the target's device, in fp32; ``copy_ends`` says how its ends begin.
 
-    Args:
-        target: the model that it will draft for.
-        size: its sizes.
-        num_draft_ids: number of ids that it can propose.
-        draft_ids: ``[num_draft_ids]`` int64, those ids; None: all.
-
-    Raises:
-        ConfigError: the sizes do not go together.
-
+    ``draft_ids [num_draft_ids]`` int64 are the ids that it can propose; None: all. The errors are those of
+    ``layer_config``.
     """
     module = Eagle3Module(layer_config(target, size), size.feature_size(target), num_draft_ids)
     copy_ends(target, module.embed_tokens, module.lm_head, draft_ids)
@@ -35,16 +28,7 @@ def new_module(
 def save_drafter(
     module: Eagle3Module, folder: Path, target: PreTrainedModel, taps: tuple[int, ...], draft_ids: Tensor | None
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in the raw format, weights in bf16.
-
-    Args:
-        module: the trained drafter.
-        folder: exists.
-        target: the model that it was trained for.
-        taps: ``DrafterSize.taps``.
-        draft_ids: from ``frequent_ids``.
-
-    """
+    """Write a checkpoint in the raw format (``write_checkpoint``); ``taps`` are those of ``DrafterSize``."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         # SGLang's ids are those of the layers behind which the taps are read.

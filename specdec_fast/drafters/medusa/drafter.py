@@ -40,13 +40,8 @@ _RECORDED: tuple[tuple[float, ...], ...] = (
 class MedusaDrafter(HeadsDrafter):
     """Proposes a tree of what heads predict that all read the same hidden state, or a chain.
 
-    Args:
-        context: the target, the settings (``draft_tree``) and the device.
-        folder: the checkpoint; see ``checkpoint.py`` for the formats.
-
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
-
     """
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
@@ -71,6 +66,11 @@ class MedusaDrafter(HeadsDrafter):
     @property
     def name(self) -> str:
         return f"medusa:{self._folder}"
+
+    @property
+    def num_kept_rows(self) -> int:
+        """The number of hidden states in memory, one per sequence."""
+        return len(self._hidden)
 
     def weights(self) -> Iterable[Tensor]:
         for head in self._heads:
@@ -157,7 +157,6 @@ def _checked_ids(weights: MedusaWeights, target: RaggedModel, folder: str) -> Te
 
     Raises:
         VocabularyMismatchError: the heads were trained for another number of ids.
-
     """
     ids = weights.target_ids
     size = len(weights.heads[0].output)

@@ -21,11 +21,8 @@ from specdec_fast.drafters.shared.trainable import DrafterModule, ResidualBlock
 class MedusaModule(DrafterModule):
     """Heads over the input of the target's output layer. ``heads.state_dict()`` has the names of checkpoints.
 
-    Args:
-        output: ``[vocab_size, H]``, the weights of the target's output layer, with which every head begins.
-        num_heads: number of tokens to draft.
-        num_blocks: residual blocks of a head; they begin as the identity.
-
+    Every head begins with ``output [vocab_size, H]``, the weights of the target's output layer; its residual blocks
+    begin as the identity.
     """
 
     def __init__(self, output: Tensor, num_heads: int, num_blocks: int = 1) -> None:
@@ -51,19 +48,14 @@ def new_heads(target: PreTrainedModel, num_heads: int) -> MedusaModule:
 
     Raises:
         ConfigError: the target's output layer is not one matrix without a bias, so no head can begin as its copy.
-
     """
     return MedusaModule(output_weight(target), num_heads).to(target.device)
 
 
 def save_heads(module: MedusaModule, folder: Path, choices: list[list[int]]) -> None:
-    """Write ``config.json`` and ``medusa_lm_head.safetensors``, weights in bf16.
+    """Write ``config.json`` and ``medusa_lm_head.safetensors``, weights in bf16, into a folder that exists.
 
-    Args:
-        module: the trained heads.
-        folder: exists.
-        choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
-
+    ``choices`` is the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
     """
     config = {
         "model_type": "medusa",

@@ -21,14 +21,11 @@ from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 class MtpDrafter(ChainDrafter):
     """Proposes a chain of K tokens: the first MTP layer of a checkpoint predicts each of them.
 
-    Args:
-        context: the target, the settings and the device.
-        source: the folder of a checkpoint with an MTP layer for this target; None: the target's own checkpoint.
+    ``source`` is the folder of a checkpoint with an MTP layer for this target; None: the target's checkpoint.
 
     Raises:
         ConfigError: there is no MTP layer, or it does not fit the target.
         NotYetSupportedError: the target does not attend fully in all layers, or its class cannot be made with one.
-
     """
 
     taps = (FINAL,)

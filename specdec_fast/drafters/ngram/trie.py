@@ -16,7 +16,6 @@ def trie(proposals: Iterable[Many[int]], max_nodes: int) -> tuple[list[int], lis
     Returns:
         Tokens and parents of the nodes, depth first. Children are in the order in which the proposals named them, so
         the first proposal is the path of the first nodes, whose KV entries need no move.
-
     """
     children: list[dict[int, int]] = [{}]  # of the root and of every node added: from a token to the node
     for proposal in proposals:

@@ -37,7 +37,6 @@ class ChainDrafter(TappedDrafter):
 
     Attributes:
         graphs: of its steps; None on a device without graphs.
-
     """
 
     def __init__(self, model: LearnedModel, context: DrafterContext, target_ids: Tensor | None = None) -> None:
@@ -75,7 +74,6 @@ class ChainDrafter(TappedDrafter):
 
         Returns:
             Logits ``[R, ids]``, and what the next row takes, ``[T, H]``.
-
         """
 
     @torch.inference_mode()
@@ -85,7 +83,7 @@ class ChainDrafter(TappedDrafter):
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
         most = max(self._most_rows, sum(drafting.values()) + len(drafting))
-        if sum(map(self._num_queued, drafting)) > most:
+        if sum(map(self.num_queued, drafting)) > most:
             self._catch_up(list(drafting))
         return Draft(self._chains(drafting), limits)
 

@@ -24,7 +24,6 @@ class HeadsDrafter(TreeDrafter):
 
     Attributes:
         tree: what is proposed; cut to the limits of a step.
-
     """
 
     settings = ("draft_tree",)

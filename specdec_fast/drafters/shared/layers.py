@@ -40,12 +40,7 @@ class Weights:
 class LayerWeights(Weights):
     """The weights of one layer, those with the same input joined to one matrix.
 
-    Args:
-        weights: of the checkpoint, by name.
-        index: of the layer.
-        window: number of positions that a row sees; None: all.
-        head_dim: width of a head.
-
+    ``window`` is the number of positions that a row sees; None: all.
     """
 
     def __init__(self, weights: dict[str, Tensor], index: int, window: int | None, head_dim: int) -> None:
@@ -62,26 +57,29 @@ class LayerWeights(Weights):
 
 
 class LayeredModel(Weights):
-    """What the models of drafters share that are made of transformer layers, over flat rows and pages of their own.
+    """What the models of drafters share that are made of transformer layers, on flat rows and pages.
 
     Args:
         config: of the checkpoint.
         weights: of the checkpoint, checked.
-        target: gives dtype, device and ops.
+        target: gives dtype, device and ops, and what the checkpoint shares with it.
+        taps: those that the checkpoint takes, in order; none if it reads the input of the target's output layer.
 
     Attributes:
         layout: shapes of its KV entries.
         target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id; None if they are the same.
-
     """
 
     config: LayerConfig
 
-    def __init__(self, config: LayerConfig, weights: dict[str, Tensor], target: RaggedModel) -> None:
+    def __init__(
+        self, config: LayerConfig, weights: dict[str, Tensor], target: RaggedModel, taps: tuple[int, ...] = ()
+    ) -> None:
         layer = config.layer
         device = target.layout.device
         dtype = target.layout.dtype
         self.config = config
+        self.taps = taps
         self.ops = target.ops
         self.vocab_size = target.vocab_size
         self.hidden_size = layer.hidden_size
@@ -137,19 +135,15 @@ class LayeredModel(Weights):
         batch: RaggedBatch,
         seen: PagedBatch | None = None,
     ) -> Tensor:
-        """Write the keys and values of rows, and attend.
+        """Write the keys and values of ``T`` rows, and attend.
 
         Args:
             layer: its weights.
-            rows: ``[T, size]``, what queries, keys and values are made of.
+            rows: ``[T, size]``, what queries, keys and values are made of; the result is ``[T, H]``.
             factors: cosine and sine for every row, ``[T, 1, head_dim]`` each.
             pages: keys and values of the layer.
-            batch: the ``T`` rows.
+            batch: the rows.
             seen: what they attend to; None: as ``batch`` says.
-
-        Returns:
-            ``[T, H]``.
-
         """
         parts = self._linear(rows, layer.qkv).split(self._sizes, dim=1)
         query, key, value = (part.unflatten(1, (-1, self._head_dim)) for part in parts)
@@ -199,7 +193,6 @@ def rotary_embedding(layer: LlamaConfig, device: torch.device) -> LlamaRotaryEmb
 
     Raises:
         ConfigError: its parameters give no finite frequencies.
-
     """
     try:
         with torch.device("cpu"):

@@ -22,7 +22,7 @@ class DrafterSize:
     draft_vocab_size: int | None = None  # number of ids that it can propose, the most frequent ones of the texts
 
     def feature_size(self, target: PreTrainedModel) -> int:
-        """Return the width of a row's taps side by side."""
+        """Return the width of a row's taps, concatenated."""
         config = target.config.get_text_config(decoder=True)
         size: int = len(self.taps(config.num_hidden_layers)) * config.hidden_size
         return size
@@ -32,7 +32,6 @@ class DrafterSize:
 
         Raises:
             ConfigError: a tap is none of its layers but the last, or comes twice; or there are no default ones.
-
         """
         taps = self.tap_layers or default_taps(num_layers)
         if len(set(taps)) < len(taps) or not all(0 <= tap < num_layers for tap in taps):
@@ -66,7 +65,6 @@ def output_weight(target: PreTrainedModel) -> Tensor:
 
     Raises:
         ConfigError: it is not one matrix without a bias.
-
     """
     layer = target.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or layer.bias is not None:
@@ -83,7 +81,6 @@ def layer_config(target: PreTrainedModel, size: DrafterSize, num_layers: int = 1
 
     Raises:
         ConfigError: the sizes do not go together.
-
     """
     config = target.config.get_text_config(decoder=True)
     hidden = size.hidden_size or config.hidden_size

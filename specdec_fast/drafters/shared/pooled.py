@@ -9,15 +9,9 @@ from specdec_fast.kv_cache.page_pool import PagePool
 
 
 class PooledDrafter(Drafter):
-    """A drafter that keeps KV entries in a pool of its own, with as many pages as the target's.
+    """A drafter that keeps KV entries in a pool with as many pages as the target's; there is none before ``prepare``.
 
-    Args:
-        layout: shapes of its KV entries.
-        row_padding: the row counts of its forwards; None: any.
-
-    Attributes:
-        pool: None before ``prepare``.
-
+    ``row_padding`` has the row counts of its forwards; None: any.
     """
 
     def __init__(self, layout: KVLayout, row_padding: RowPadding | None = None) -> None:
@@ -27,17 +21,15 @@ class PooledDrafter(Drafter):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of its KV entries of one position."""
         return self._kv_layout.bytes_per_token
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one if it is large enough and no interrupted call left pages."""
+        # Keep the present pool if it is large enough and no interrupted call left pages.
         if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
             self.pool = None  # frees the old pool's memory before the new one is allocated
             self.pool = PagePool(self._kv_layout, num_tokens, page_size, self._row_padding)
 
     def grow(self, num_tokens: int) -> None:
-        """Replace the pool by a larger one that holds the same pages."""
         if self._pool().num_tokens < num_tokens:
             self.pool = self._pool().grown(num_tokens)
 

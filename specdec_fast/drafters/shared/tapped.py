@@ -62,7 +62,6 @@ class TappedDrafter(PooledDrafter):
 
     Attributes:
         keeps_last: whether a proposal starts from the last feature, which is then not computed before.
-
     """
 
     keeps_last = True
@@ -83,7 +82,7 @@ class TappedDrafter(PooledDrafter):
 
     @torch.inference_mode()
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Time proposals of chains; those of trees, whose levels have more rows, are measured as they come."""
+        # The levels of a tree have more rows than a chain: steps are measured as they come.
         if self.max_nodes:
             return None
         long = max(PROPOSAL_LENGTHS)
@@ -120,6 +119,16 @@ class TappedDrafter(PooledDrafter):
     def _compute(self, rows: list[Rows]) -> object:
         """Take the queued features of these rows (``_taken``), and write their KV entries."""
 
+    @property
+    def num_admitted(self) -> int:
+        """The number of admitted sequences."""
+        return len(self._states)
+
+    @property
+    def num_kept_rows(self) -> int:
+        """The number of rows of hidden states in memory: of each forward all rows, while one of them waits."""
+        return self._kept.num_rows
+
     def weights(self) -> Iterable[Tensor]:
         weights: Iterable[Tensor] = self.model.weights()
         return weights
@@ -143,7 +152,7 @@ class TappedDrafter(PooledDrafter):
 
     @torch.inference_mode()
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Keep a copy of the hidden states of prompts; if they are too many, compute their rows instead."""
+        # A later forward may overwrite the features: they are copied, or their rows are computed if too many wait.
         is_kept = self._kept.num_rows + len(features) <= self._most_kept(features)
         kept = KeptStates(features.clone() if is_kept else features, self._kept)
         end = 0
@@ -155,7 +164,6 @@ class TappedDrafter(PooledDrafter):
 
     @torch.inference_mode()
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Keep the hidden states of committed tokens; if too many are kept, compute the rows of these sequences."""
         if not sequences or result.hidden_states is None:
             return
         kept = KeptStates(result.hidden_states, self._kept)
@@ -177,7 +185,6 @@ class TappedDrafter(PooledDrafter):
         return chosen_tokens(self._ops, logits, self._vocab_size, sampling, token_ids, cu_seqlens, ids)
 
     def _most_kept(self, hidden_states: Tensor) -> int:
-        """Return how many rows of hidden states may be kept for the admitted sequences."""
         return len(self._states) * _most_queued(hidden_states.nbytes // len(hidden_states))
 
     def _kept_bytes(self, num_sequences: int, num_rows: int) -> int:
@@ -189,11 +196,11 @@ class TappedDrafter(PooledDrafter):
         """Return whether the features of all positions but the newest are known, and there is one to start from."""
         if (state := self._states.get(sequence)) is None:
             return False
-        num_queued = self._num_queued(sequence)
+        num_queued = self.num_queued(sequence)
         return num_queued >= self.keeps_last and state.kv_length + num_queued == sequence.length - 1
 
-    def _num_queued(self, sequence: Sequence) -> int:
-        """Return the number of features whose rows are not computed yet."""
+    def num_queued(self, sequence: Sequence) -> int:
+        """Return the number of features of a sequence whose rows are not computed yet."""
         return self._states[sequence].num_queued
 
     def _queued_batch(self, rows: list[Rows]) -> tuple[RaggedBatch, Tensor]:
@@ -202,7 +209,7 @@ class TappedDrafter(PooledDrafter):
 
     def _queued_rows(self, sequences: list[Sequence], but_last: bool = False) -> list[Rows]:
         """Return the rows of all queued features of each sequence, or of all but the last."""
-        return [Rows(s, self._states[s].kv_length, self._num_queued(s) - but_last) for s in sequences]
+        return [Rows(s, self._states[s].kv_length, self.num_queued(s) - but_last) for s in sequences]
 
     def _pieces(self, rows: list[Rows]) -> list[Tensor]:
         """Remove and return the hidden states of the first queued features of some sequences."""

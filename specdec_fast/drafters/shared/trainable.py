@@ -21,13 +21,12 @@ class DrafterModule(nn.Module, ABC):
         """Draft ``num_steps`` tokens from every position.
 
         Args:
-            features: ``[B, L, feature_size]``, the target's taps at every position, side by side.
+            features: ``[B, L, feature_size]``, the target's taps at every position, concatenated.
             token_ids: ``[B, L]`` int64.
             num_steps: at least 1, and less than L.
 
         Returns:
             Per step k, logits ``[B, L - 1 - k, draft_vocab_size]``: row i for the token at position ``i + 2 + k``.
-
         """
 
     def output_layers(self) -> list[nn.Module]:
@@ -39,7 +38,6 @@ class DrafterModule(nn.Module, ABC):
 
         Returns:
             Per step, logits ``[B, N, draft_vocab_size]``, and which ``N`` of the ``L`` positions choose their tokens.
-
         """
         logits = self.unroll(features, token_ids, num_steps)
         return [(drafted, slice(step + 1, None)) for step, drafted in enumerate(logits)]
@@ -48,11 +46,8 @@ class DrafterModule(nn.Module, ABC):
 class Attention(nn.Module):
     """The projections of a layer's attention, with the parameter names of checkpoints.
 
-    Args:
-        config: sizes of the layer.
-        num_inputs: width of what queries, keys and values are made of; None: the hidden size.
-        has_norms: whether queries and keys are normalised.
-
+    Queries, keys and values are made of ``num_inputs`` numbers; None: the hidden size. ``has_norms`` says whether
+    queries and keys are normalised.
     """
 
     def __init__(self, config: LlamaConfig, num_inputs: int | None = None, has_norms: bool = False) -> None:
@@ -90,13 +85,7 @@ def _rotated(states: Tensor, factors: Factors) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """The modules of a pre-norm transformer layer.
-
-    Args:
-        config: its sizes.
-        has_norms: as for ``Attention``.
-
-    """
+    """The modules of a pre-norm transformer layer; ``has_norms`` as for ``Attention``."""
 
     def __init__(self, config: LlamaConfig, has_norms: bool = False) -> None:
         super().__init__()

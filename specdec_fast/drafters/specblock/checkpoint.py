@@ -33,7 +33,6 @@ def is_specblock(folder: Path) -> bool:
 
     Raises:
         ConfigError: ``architectures`` is no list of names.
-
     """
     settings = Settings.read_if_any(folder)
     return settings.is_named("specblock") or _SLOTS in settings
@@ -44,7 +43,6 @@ def read_config(folder: Path) -> SpecBlockConfig:
 
     Raises:
         ConfigError: there is none, or it has settings that are not served.
-
     """
     settings = Settings.read(folder, _KIND)
     layer = settings.layer(num_layers=2)

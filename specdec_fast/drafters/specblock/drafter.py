@@ -5,9 +5,9 @@ has features of positions 0 to n - 2, so the block of position n - 2 drafts the 
 trees are wanted, one block each follows the best nodes of that tree in a second call, for all sequences at once.
 
 A position has K KV entries, one per slot. Slot k of position i stands at place ``K * i + k`` of the sequence's pages,
-so "all slots of earlier positions, and the own ones so far" is what a chain sees. The second call computes the last
-true block again, as the root of a tree whose branches are the new blocks: a block that follows a token of slot k sees
-slots 0 to k of it.
+so a chain sees all slots of earlier positions, and those of its block so far. The second call computes the last true
+block again, as the root of a tree whose branches are the new blocks: a block that follows a token of slot k sees slots
+0 to k of it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,11 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     """Proposes a tree of what blocks over the target's hidden states predict, or a chain.
 
     For a request that samples, candidates are ranked by the target's own rule, with the noise with which the target
-    will choose the token of that position; see ``MedusaDrafter``.
-
-    Args:
-        context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
-        folder: the checkpoint; see ``checkpoint.py``.
+    will choose the token of that position; see ``HeadsDrafter``.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
         NotYetSupportedError: ``draft_tree`` is a number of nodes, and the target verifies chains only.
-
     """
 
     settings = ("tap_layers", "draft_tree")
@@ -81,23 +76,19 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     def replace_weights(self, weights: dict[str, Tensor]) -> None:
         """Take other weights, of the same shapes. They change drafts, and no output.
 
-        Args:
-            weights: with the names of checkpoints, all of them.
-
         Raises:
-            ConfigError: a weight is missing or has another shape.
+            ConfigError: a weight is missing or has another shape; all are needed, with the names of checkpoints.
             DrafterError: a sequence is admitted; its KV entries are of the present weights.
-
         """
-        if self._states:
+        if self.num_admitted:
             raise DrafterError(
-                f"{len(self._states)} sequences are admitted; replace the weights when no call of the engine is open."
+                f"{self.num_admitted} sequences are admitted; replace the weights when no call of the engine is open."
             )
         config = self.model.config
         taps = self.model.taps
         weight_table(config, len(taps)).check(config.folder, weights)
         with torch.inference_mode():
-            self.model.assign(SpecBlockModel(config, taps, weights, self._target))
+            self.model.assign(SpecBlockModel(config, weights, self._target, taps))
 
     @property
     def name(self) -> str:
@@ -169,15 +160,9 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         self._computed(rows, None)
 
     def _computed(self, rows: list[Rows], wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the blocks of ``N`` queued features.
+        """Compute the blocks of ``N`` queued features, and the logits of the slots ``wanted`` (None: no slots).
 
-        Args:
-            rows: positions of the features.
-            wanted: the slots whose logits are wanted; None: no slots.
-
-        Returns:
-            Conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
-
+        Return conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
         """
         conditions = self._taken(rows)
         k = self._num_slots
@@ -186,13 +171,12 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         return conditions, *self.rows(self._pool(), blocks, conditions, bases, tokens_after(rows), wanted)
 
     def _slots_of(self, blocks: list[int]) -> Tensor:
-        """Return the rows of the slots of some blocks of a forward."""
         k = self._num_slots
         return to_device([k * block + slot for block in blocks for slot in range(k)], self._device)
 
     def _first_call(self, drafting: list[Sequence], trees: list[BlockTree]) -> None:
         """Compute the blocks with new features, and draft from the last of each sequence."""
-        if sum(map(self._num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
+        if sum(map(self.num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
             self._catch_up(drafting)
         queued = self._queued_rows(drafting)
         ends = [end - 1 for end in accumulate(span.count for span in queued)]
@@ -224,7 +208,6 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             expanded: of each, nodes of its first block.
             conditions: ``[B, H]``, those of the last true blocks.
             hidden: ``[B, K, H]``, their results.
-
         """
         k = self._num_slots
         new = []

@@ -29,14 +29,11 @@ from specdec_fast.runner.ragged_model import RaggedModel
 def load_specblock(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> SpecBlockModel:
     """Load a checkpoint onto a target's device and in its dtype.
 
-    Raises:
-        ConfigError: the folder cannot be read, or was made for another target; the message names the setting or weight.
-        VocabularyMismatchError: it was made for another vocabulary.
-
+    Raises ``ConfigError`` or ``VocabularyMismatchError`` where the folder cannot be read or does not fit the target.
     """
     config = read_config(folder)
     taps = fitting_taps(config, target, tap_layers)
-    return SpecBlockModel(config, taps, weight_table(config, len(taps)).read(folder), target)
+    return SpecBlockModel(config, weight_table(config, len(taps)).read(folder), target, taps)
 
 
 class _Layer(LayerWeights):
@@ -48,27 +45,17 @@ class _Layer(LayerWeights):
 
 
 class SpecBlockModel(LayeredModel):
-    """A SpecBlock drafter for one target.
+    """A SpecBlock drafter for one target, which gives the embedding if the checkpoint has none.
 
-    Args:
-        config: of the checkpoint.
-        taps: as many as ``condition_proj`` takes side by side, in order.
-        weights: of the checkpoint, checked.
-        target: gives dtype, device, ops, and the embedding if the checkpoint has none.
-
-    Attributes:
-        num_slots: K.
-        layout: shapes of the KV entries of one slot.
-
+    ``num_slots`` is K; ``layout`` has the shapes of the KV entries of one slot.
     """
 
     config: SpecBlockConfig
 
     def __init__(
-        self, config: SpecBlockConfig, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
+        self, config: SpecBlockConfig, weights: dict[str, Tensor], target: RaggedModel, taps: tuple[int, ...]
     ) -> None:
-        super().__init__(config, weights, target)
-        self.taps = taps
+        super().__init__(config, weights, target, taps)
         self.num_slots = config.num_slots
         hidden_size = self.hidden_size
         weights = placed(weights, self.layout.dtype, self.layout.device)
@@ -123,15 +110,11 @@ class SpecBlockModel(LayeredModel):
         ]
 
     def factors(self, bases: Tensor, most_slots: int) -> Tensor:
-        """Return cosine and sine of the slots of blocks.
+        """Return cosine and sine of the slots of blocks, ``[K * N, 2 * head_dim]``, block after block.
 
         Args:
             bases: ``[N]`` int64, the position of each block.
             most_slots: number of slots of the longest sequence.
-
-        Returns:
-            ``[K * N, 2 * head_dim]``, block after block.
-
         """
         positions = (bases[:, None] + self._slots).flatten()
         cos, sin = self._rotary.at(positions, most_slots // self.num_slots + self.num_slots + 1)
@@ -140,21 +123,15 @@ class SpecBlockModel(LayeredModel):
     def first_inputs(self, conditions: Tensor, factors: Tensor) -> Tensor:
         """Return what the slots of ``N`` blocks take in the first layer, beside the token of their block.
 
-        Args:
-            conditions: ``[N, H]``, from ``project``, or the hidden state of the slot that drafted the block's token.
-            factors: from ``factors``.
-
+        ``conditions [N, H]`` are from ``project``, or the hidden states of the slots that drafted the blocks' tokens.
         """
         queries = self._queries.repeat(len(conditions), 1)
         return torch.cat([conditions.repeat_interleave(self.num_slots, dim=0), queries, factors], dim=1)
 
     def next_inputs(self, hidden: Tensor, factors: Tensor) -> Tensor:
-        """Return what slots take in a further layer: their own result, and that of the slot before (slot 0: its own).
+        """Return what slots take in a further layer: their result, and that of the slot before (slot 0: its result).
 
-        Args:
-            hidden: ``[K * N, H]``, results of the layer before.
-            factors: as in ``first_inputs``.
-
+        ``hidden [K * N, H]`` are the results of the layer before.
         """
         blocks = hidden.view(-1, self.num_slots, self.hidden_size)
         before = torch.cat([blocks[:, :1], blocks[:, :-1]], dim=1).flatten(0, 1)
@@ -170,7 +147,6 @@ class SpecBlockModel(LayeredModel):
         Returns:
             The ids of the 20 largest logits ``[N, 20]``, as draft ids, and their log-probabilities in fp32; and the
             likeliest class of each slot ``[N]``: rank 1, 2 to 4, 5 to 10, or beyond.
-
         """
         normed = self._normed(hidden, self._norm)
         top, ids = logits.float().topk(NUM_FEATURES, dim=-1)
@@ -208,13 +184,9 @@ class SpecBlockModel(LayeredModel):
 
 
 def _without_gaps(weight: Tensor, hidden_size: int) -> Tensor:
-    """Return the first weight of the rank head for inputs without the gaps, and with the negative entropy.
+    """Return the first weight ``[256, H + 12]`` of the rank head for inputs without the gaps, with minus the entropy.
 
     The gap between two logits is that between their log-probabilities, so its weight is added to theirs.
-
-    Returns:
-        ``[256, H + 12]``.
-
     """
     log_probs = weight[:, hidden_size : hidden_size + 10].clone()
     gaps = weight[:, hidden_size + 10 : hidden_size + 13]

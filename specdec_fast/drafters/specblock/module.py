@@ -39,13 +39,8 @@ class _InputLayer(nn.Module):
 class SpecBlockModule(DrafterModule):
     """Blocks of K slots over projected features, with the parameter names of checkpoints.
 
-    Args:
-        config: sizes of the drafter; ``vocab_size`` is the target's.
-        feature_size: width of a row's taps side by side.
-        num_slots: K, the number of tokens of a block.
-        draft_vocab_size: number of ids that it can propose.
-        draft_ids: ``[draft_vocab_size]`` int64, those ids; None: all.
-
+    K is ``num_slots``; ``config.vocab_size`` is the target's; ``feature_size`` is the width of a row's taps,
+    concatenated. ``draft_ids [draft_vocab_size]`` int64 are the ids that it can propose; None: all.
     """
 
     _draft_id_of: Tensor
@@ -83,7 +78,6 @@ class SpecBlockModule(DrafterModule):
         return self._draft_id_of[token_ids]
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
-        """Return the logits of the first ``num_steps`` slots of every position's block; see ``DrafterModule``."""
         hidden, _ = self.true_blocks(features, token_ids)
         count = hidden.shape[1]
         slots = range(min(num_steps, self.num_slots))
@@ -92,13 +86,8 @@ class SpecBlockModule(DrafterModule):
     def true_blocks(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, KeyValues]:
         """Compute the block of every position that has a token behind it.
 
-        Args:
-            features: ``[B, L, feature_size]``, the target's taps at every position.
-            token_ids: ``[B, L]`` int64.
-
-        Returns:
-            Hidden states ``[B, L - 1, K, H]``; and keys and values of all slots, as ``blocks_behind`` takes them.
-
+        For ``features [B, L, feature_size]`` and ``token_ids [B, L]`` int64, return hidden states ``[B, L - 1, K, H]``,
+        and keys and values of all slots, as ``blocks_behind`` takes them.
         """
         conditions = self.input_layer.condition_proj(features[:, :-1])
         positions = torch.arange(conditions.shape[1], device=token_ids.device)
@@ -107,7 +96,7 @@ class SpecBlockModule(DrafterModule):
     def blocks_behind(
         self, hidden: Tensor, key_values: KeyValues, token_ids: Tensor, positions: Tensor, slot: int
     ) -> Tensor:
-        """Compute blocks that follow the text's own token behind a slot.
+        """Compute blocks that follow the text's token behind a slot.
 
         Args:
             hidden: from ``true_blocks``.
@@ -118,7 +107,6 @@ class SpecBlockModule(DrafterModule):
 
         Returns:
             ``[B, N, K, H]``; slot k drafts the token at ``position + slot + 3 + k``.
-
         """
         seen = self.num_slots * positions + slot + 1  # slots of true blocks that each block sees
         tokens = token_ids[:, positions + slot + 2]

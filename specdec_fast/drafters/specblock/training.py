@@ -46,15 +46,10 @@ def new_blocks(
 
 
 def load_blocks(folder: Path, target: PreTrainedModel) -> tuple[SpecBlockModule, dict[str, Tensor]]:
-    """Return the drafter of a checkpoint, to be trained further, on the target's device, in fp32.
+    """Return a drafter to be trained further, on the target's device, in fp32, and its maps of ids (``d2t``, ``t2d``).
 
-    Args:
-        folder: a checkpoint that a SpecBlock drafter has loaded for this target.
-        target: its embedding is used, and not trained, if the checkpoint has none.
-
-    Returns:
-        The module; and the checkpoint's other tensors, the maps between the ids of drafter and target.
-
+    A SpecBlock drafter has loaded the folder for this target. If it has no embedding, the target's is used, and not
+    trained.
     """
     config = read_config(folder)
     weights = read_weights(folder)
@@ -78,17 +73,7 @@ def save_blocks(
     draft_ids: Tensor | None,
     tree_nodes: int,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, weights in bf16.
-
-    Args:
-        module: the trained drafter.
-        folder: exists.
-        target: the model that it was trained for.
-        taps: ``DrafterSize.taps``.
-        draft_ids: from ``frequent_ids``.
-        tree_nodes: the largest number of nodes of the trees that it will draft.
-
-    """
+    """Write a checkpoint (``write_checkpoint``); its trees will have ``tree_nodes`` nodes at most."""
     config = {
         "architectures": ["LlamaForCausalLMSpecBlock"],
         "diffspec_draft_token_num": module.num_slots,

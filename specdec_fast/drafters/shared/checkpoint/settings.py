@@ -65,11 +65,6 @@ class Settings:
     """The entries of a ``config.json``, checked as they are read. A null is a missing entry.
 
     Its methods raise ``ConfigError`` for a wrong value; the message names the file, the entry and what it may be.
-
-    Args:
-        folder: where it was read, for messages.
-        entries: by name.
-
     """
 
     def __init__(self, folder: Path, entries: Mapping[str, Any]) -> None:
@@ -189,7 +184,7 @@ class Settings:
         return ids if ids is None or self.is_speculators else tuple(layer + 1 for layer in ids)
 
     def layer_settings(self) -> Settings:
-        """Return the entries that describe the drafter's layers; ``speculators`` has them in an object of their own."""
+        """Return the entries that describe the drafter's layers; ``speculators`` has a JSON object for them."""
         if not self.is_speculators:
             return self
         if not isinstance(self.get("transformer_layer_config"), dict):

@@ -26,7 +26,6 @@ def check_target(config: LayerConfig, target: RaggedModel) -> None:
 
     Raises:
         ConfigError, VocabularyMismatchError: it was made for another one, or the target is sharded.
-
     """
     where = repr(str(config.folder))
     name = type(target.model).__name__
@@ -49,14 +48,11 @@ def check_target(config: LayerConfig, target: RaggedModel) -> None:
 def fitting_taps(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
     """Check that a checkpoint was made for a target; return its taps.
 
-    Args:
-        config: of the checkpoint.
-        target: must not have been made a part of several processes.
-        tap_layers: the taps; None: those that the checkpoint names, or else the default ones of EAGLE-3.
+    They are ``tap_layers``, those that the checkpoint names, or else the default ones of EAGLE-3.
 
     Raises:
-        ConfigError, VocabularyMismatchError: it was made for another target, or the target has no such taps.
-
+        ConfigError, VocabularyMismatchError: it was made for another target, or the target has no such taps, or is
+            sharded.
     """
     check_target(config, target)
     try:
@@ -72,7 +68,6 @@ def weight_or_targets(config: LayerConfig, weights: dict[str, Tensor], name: str
 
     Raises:
         ConfigError: the layer's weight has other sizes, or is not of floating-point numbers.
-
     """
     if (stored_weight := weights.get(f"{name}.weight")) is not None:
         return stored_weight

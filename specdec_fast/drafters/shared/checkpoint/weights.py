@@ -27,11 +27,10 @@ _ID_MAPS = ("d2t", "t2d")  # between the ids of drafter and target
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read one file of weights, safetensors or PyTorch's own format, without running code in it.
+    """Read one file of weights, safetensors or PyTorch's format, without running code in it.
 
     Raises:
         ConfigError: it is missing or damaged, or holds something else than tensors by name.
-
     """
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
@@ -77,7 +76,6 @@ def read_weights(folder: Path, prefixes: Mapping[str, str] = _MODEL) -> dict[str
 
     Raises:
         ConfigError: there are none, or a file is damaged or missing.
-
     """
     path = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if path is None:
@@ -109,19 +107,14 @@ class WeightTable:
     hints: dict[str, str] = field(default_factory=dict)  # by name, what a message about a weight's shape adds
 
     def add_taps(self, name: str, num_taps: int, config: LayerConfig) -> None:
-        """Add the linear that takes all taps side by side."""
+        """Add the linear that takes all taps, concatenated."""
         self.needed[name] = (config.layer.hidden_size, num_taps * config.target_hidden_size)
         self.hints[name] = f"{num_taps} taps of {config.target_hidden_size}"
 
     def add_layer(self, layer: LlamaConfig, index: int, num_inputs: int, *, is_plain: bool = False) -> None:
-        """Add a transformer layer.
+        """Add a transformer layer whose queries, keys and values are made of ``num_inputs`` numbers.
 
-        Args:
-            layer: the sizes.
-            index: of the layer.
-            num_inputs: width of what queries, keys and values are made of.
-            is_plain: whether it has neither biases nor norms of queries and keys.
-
+        A plain one has neither biases nor norms of queries and keys.
         """
         hidden = layer.hidden_size
         ffn_size = layer.intermediate_size
@@ -152,12 +145,7 @@ class WeightTable:
         self.optional["t2d"] = (config.layer.vocab_size,)
 
     def read(self, folder: Path, prefixes: Mapping[str, str] = _MODEL) -> dict[str, Tensor]:
-        """Read the weights of a folder (``read_weights``), and check them.
-
-        Raises:
-            ConfigError: a file or a weight is missing, or does not fit.
-
-        """
+        """Read the weights of a folder, and check them; the errors are those of ``read_weights`` and ``check``."""
         weights = read_weights(folder, prefixes)
         self.check(folder, weights)
         return weights
@@ -167,7 +155,6 @@ class WeightTable:
 
         Raises:
             ConfigError: a weight is missing, unknown, or has another shape.
-
         """
         where = repr(str(folder))
         expected = self.optional | self.needed
@@ -192,7 +179,6 @@ def target_ids(config: LayerConfig, weights: dict[str, Tensor]) -> Tensor | None
 
     Raises:
         ConfigError: an id is outside the vocabulary or comes twice, or ``t2d`` says something else.
-
     """
     size = config.draft_vocab_size
     vocab_size = config.layer.vocab_size
