@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.drafters.base import Draft, StepResult
-from specdec_fast.drafters.shared.pooled import PooledDrafter
+from specdec_fast.drafters.base import Draft, PooledDrafter, StepResult
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, weights_of

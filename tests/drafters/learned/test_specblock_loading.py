@@ -78,17 +78,7 @@ def test_a_target_without_trees_gets_chains_of_one_block(tmp_path, model, monkey
     plain = sd.Engine(model, None).generate(prompts, params)
     monkeypatch.setattr("specdec_fast.ops.registry.Ops.has_trees", lambda self, op: False)
     engine = sd.Engine(model, str(tmp_path), num_draft_tokens=2 * K)
-    ops = engine.drafter.model._ops
-
-    class ChainsOnly:
-        def __getattr__(self, name):
-            return getattr(ops, name)
-
-        def paged_attention(self, query, pages, batch, params):
-            assert batch.tree_mask is None
-            return ops.paged_attention(query, pages, batch, params)
-
-    engine.drafter.model._ops = ChainsOnly()
+    monkeypatch.setattr("specdec_fast.drafters.specblock.drafter.rows_of_trees", None)  # a second call would fail
     assert [o.token_ids for o in engine.generate(prompts, params)] == [o.token_ids for o in plain]
     assert engine.last_run.decoding.num_draft_tokens >= K
     assert engine.drafter.describe()["draft_tree"] == "chain"
