@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import traceback
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DrafterContext, make_draf
 from specdec_fast.drafters.eagle3.checkpoint import is_eagle3, read_config
 from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.drafters.eagle3.model import load_eagle3
-from specdec_fast.drafters.shared.checkpoint.weights import read_tensors
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.eagle3 import FORMATS, HIDDEN, write_checkpoint
@@ -172,47 +168,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, model, target):
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(sd.ConfigError, match="cannot read the weights"):
         load_eagle3(tmp_path, target)
-
-
-def test_code_in_a_bin_file_does_not_run(tmp_path, model, target):
-    write_checkpoint(tmp_path, model, "raw")
-    torch.save(SimpleNamespace(harmful=print), tmp_path / "pytorch_model.bin")
-    message = "cannot read the weights .*it holds types.SimpleNamespace, and only tensors are read"
-    with pytest.raises(sd.ConfigError, match=message) as raised:
-        load_eagle3(tmp_path, target)
-    shown = "".join(traceback.format_exception(raised.value))
-    assert "weights_only` set to `False`" not in shown, "PyTorch's advice to run the code"
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize(
-    "stored",
-    [pickle.dumps({"fc.weight": 1}), b"", b"damaged", pickle.dumps({"fc.weight": 1})[:9]],
-    ids=["plain pickle", "empty", "damaged", "cut"],
-)
-def test_bytes_that_are_no_weights(tmp_path, stored):
-    path = tmp_path / "weights.bin"
-    path.write_bytes(stored)
-    with pytest.raises(sd.ConfigError, match=r"cannot read the weights in .*weights\.bin': \w") as raised:
-        read_tensors(path)
-    assert "weights_only" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("stored", "message"),
-    [
-        ({"fc.weight": torch.eye(2).to_sparse()}, "fc.weight is no dense tensor with memory"),
-        ({"fc.weight": torch.eye(2, device="meta")}, "fc.weight is no dense tensor with memory"),
-        ({"fc.weight": 1.0}, "fc.weight is no dense tensor with memory"),
-        ({1: torch.eye(2)}, "holds a dict; expected tensors by name"),
-        ([torch.eye(2)], "holds a list; expected tensors by name"),
-    ],
-    ids=["sparse", "meta", "number", "number as name", "list"],
-)
-def test_weights_that_are_no_tensors_by_name(tmp_path, stored, message):
-    torch.save(stored, tmp_path / "weights.bin")
-    with pytest.raises(sd.ConfigError, match=message):
-        read_tensors(tmp_path / "weights.bin")
 
 
 def test_buffers_of_other_tools_are_ignored(tmp_path, model, target):
