@@ -17,8 +17,10 @@ def hit_counts(module: DrafterModule, features: Tensor, token_ids: Tensor, lengt
         features: ``[B, L, feature_size]`` of texts.
         token_ids: ``[B, L]`` int64, the texts, padded at the end.
         lengths: ``[B]``.
-        shape: ``[depths, ranks]`` to count; texts of L tokens have L - 2 depths at most. The result is int64,
-            ``[depths, 1 + ranks]``: the number of positions that were looked at, then those of each rank.
+        shape: ``[depths, ranks]`` to count; texts of L tokens have L - 2 depths at most.
+
+    Returns:
+        ``[depths, 1 + ranks]`` int64: the number of positions that were looked at, then those of each rank.
     """
     num_depths, num_ranks = shape
     counts = torch.zeros(num_depths, 1 + num_ranks, dtype=torch.int64, device="cpu")

@@ -85,8 +85,11 @@ class CloverModel(LayeredModel):
 
         Args:
             index: of the head.
-            hidden: ``[N, H]``, h of the head before, or h_0; the result is this head's.
+            hidden: ``[N, H]``, h of the head before; the first head gets h_0.
             token_ids: ``[N]`` int64, the token that follows each row's path: for the first head the newest one.
+
+        Returns:
+            ``[N, H]``, this head's h.
         """
         head = self._heads[index]
         query = self._linear(self._normed(hidden, head.norm), head.query)

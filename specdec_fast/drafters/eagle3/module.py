@@ -74,10 +74,13 @@ def _attended(query: Tensor, keys: list[Tensor], values: list[Tensor], visible: 
     """Attend from the last step's rows to the first step's rows up to the same position, and to their chain.
 
     Args:
-        query: ``[B, heads, n, head_dim]``; the result is ``[B, n, heads * head_dim]``.
-        keys: per step, ``[B, heads, n or more, head_dim]``; so are the values.
+        query: ``[B, heads, n, head_dim]``.
+        keys: per step, ``[B, heads, n or more, head_dim]``.
         values: as the keys.
         visible: ``[n, n]`` bool, which rows of the first step a row sees.
+
+    Returns:
+        ``[B, n, heads * head_dim]``.
     """
     count = query.shape[2]
     scale = query.shape[3] ** -0.5

@@ -139,11 +139,14 @@ class LayeredModel(Weights):
 
         Args:
             layer: its weights.
-            rows: ``[T, size]``, what queries, keys and values are made of; the result is ``[T, H]``.
+            rows: ``[T, size]``, what queries, keys and values are made of.
             factors: cosine and sine for every row, ``[T, 1, head_dim]`` each.
             pages: keys and values of the layer.
             batch: the rows.
             seen: what they attend to; None: as ``batch`` says.
+
+        Returns:
+            ``[T, H]``.
         """
         parts = self._linear(rows, layer.qkv).split(self._sizes, dim=1)
         query, key, value = (part.unflatten(1, (-1, self._head_dim)) for part in parts)
