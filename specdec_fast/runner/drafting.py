@@ -24,7 +24,7 @@ _LARGE_VOCABULARY = 8192
 
 
 # What a forward of ``draft_chains`` returns: logits ``[N, V]``, and the tokens and carried states of the same rows.
-Step = tuple[Tensor, Tensor, Tensor | None]
+_Computed = tuple[Tensor, Tensor, Tensor | None]
 
 
 def draft_chains(
@@ -33,7 +33,7 @@ def draft_chains(
     tokens: Tensor,
     carried: Tensor | None,
     batches: Callable[[list[int], int, int], Iterable[Any]],
-    forward: Callable[[Any, Tensor, Tensor | None], Step],
+    forward: Callable[[Any, Tensor, Tensor | None], _Computed],
     choose: Callable[[Tensor, Tensor, Sampling | None], Tensor],
 ) -> Tensor:
     """Draft chains: each forward chooses one more token of every sequence that still drafts.
@@ -103,7 +103,7 @@ def draft_on_pages(
             rows = [Rows(first[i].owner, first[i].start + first[i].count - 1 + num_before, 1) for i in members]
         return decode_batches(pool, rows, num_forwards)
 
-    def step(batch_of: partial[RaggedBatch], tokens: Tensor, carried: Tensor | None) -> Step:
+    def step(batch_of: partial[RaggedBatch], tokens: Tensor, carried: Tensor | None) -> _Computed:
         batch = batch_of(token_ids=tokens)
         last = batch.last_rows if batch.most_rows > 1 else None
         logits, carried = forward(batch, carried, last)

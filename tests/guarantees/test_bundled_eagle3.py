@@ -33,7 +33,5 @@ def test_the_bundled_drafter_is_accepted():
 
 @pytest.mark.parametrize("temperature", grid([0.0, 1.0], keep=[1.0]))
 def test_a_tree_of_the_bundled_drafter_is_accepted_more_often_than_its_chain(temperature):
-    chain, tree = (
-        outputs_of(demo_pair() / "eagle3", 4, temperature, draft_tree=shape)[1] for shape in ("chain", 16)
-    )
+    chain, tree = (outputs_of(demo_pair() / "eagle3", 4, temperature, draft_tree=shape)[1] for shape in ("chain", 16))
     assert tree > chain + 0.3

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
 Drafts = list[tuple[Tensor, slice | Tensor]]  # see ``DrafterModule.drafts``
-Factors = tuple[Tensor, Tensor]  # cosine and sine, ``[1, n, head_dim]`` each
+CosineAndSine = tuple[Tensor, Tensor]  # cosine and sine, ``[1, n, head_dim]`` each
 
 
 class DrafterModule(nn.Module, ABC):
@@ -64,11 +64,11 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
 
-    def queries(self, rows: Tensor, factors: Factors) -> Tensor:
+    def queries(self, rows: Tensor, factors: CosineAndSine) -> Tensor:
         """Return ``[B, heads, n, head_dim]`` for rows ``[B, n, num_inputs]``."""
         return _rotated(self.q_norm(self._split(self.q_proj(rows))), factors)
 
-    def entries(self, rows: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+    def entries(self, rows: Tensor, factors: CosineAndSine) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, repeated to as many heads as queries have."""
         key = _rotated(self.k_norm(self._split(self.k_proj(rows))), factors)
         value = self._split(self.v_proj(rows))
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return rows.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
 
 
-def _rotated(states: Tensor, factors: Factors) -> Tensor:
+def _rotated(states: Tensor, factors: CosineAndSine) -> Tensor:
     cos, sin = (factor[:, None] for factor in factors)
     result: Tensor = states * cos + rotate_half(states) * sin
     return result
