@@ -16,7 +16,7 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.runner.graphs.sides import Choices
+from specdec_fast.runner.graphs.phases import Choices
 from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.

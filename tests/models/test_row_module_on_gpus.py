@@ -76,7 +76,7 @@ def test_inputs_of_another_size_are_refused(on_gpu):
 
 @pytest.mark.parametrize("temperature", grid([0.0, 1.0], [0.0]))
 def test_eagle3_drafts_with_launches_in_a_graph(tmp_path, temperature, on_gpu, monkeypatch):
-    """The whole side of a step: projection, launches, choices."""
+    """A whole phase of a step: projection, launches, choices."""
     model = truncated_copy(tiny_model("qwen3"), 2)
     write_checkpoint(tmp_path, model)
     prompts, params = [[5, 9, 2], [7, 3]], sd.SamplingParams(max_new_tokens=6, temperature=temperature, seed=3)
