@@ -25,6 +25,7 @@ def _one_batch_size(monkeypatch):
     monkeypatch.setattr(gpu_decoding, "SMOKE", replace(gpu_decoding.SMOKE, prompts={1: 1}))
 
 
+@pytest.mark.grid
 def compared():
     progress = Progress(monotonic() + 600, lambda result: None)
     fused_linears.run(SMOKE, progress)

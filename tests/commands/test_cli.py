@@ -18,12 +18,16 @@ from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.equivalence.report import Models
 from specdec_fast.ops import BACKENDS, all_ops, registry
 from support.commands import DRAFT, TARGET, options_of, run_generate, run_verify, write_lines
+from support.grids import grid
 
 
 # Both schedulers, with and without drafting, more prompts than a batch holds, each backend of a CPU.
 @pytest.mark.parametrize(
     ("method", "batch_size", "k", "backend"),
-    [("exspec", 8, 5, "auto"), ("eqspec", 2, 3, "torch"), ("exspec", 1, 0, "auto"), ("exspec", 2, "auto", "auto")],
+    grid(
+        [("exspec", 8, 5, "auto"), ("eqspec", 2, 3, "torch"), ("exspec", 1, 0, "auto"), ("exspec", 2, "auto", "auto")],
+        keep=[("exspec", 8, 5, "auto"), ("exspec", 2, "auto", "auto")],
+    ),
 )
 def test_demo_ends_in_one_json_line(capsys, method, batch_size, k, backend):
     options = {"method": method, "batch-size": batch_size, "num-draft-tokens": k, "backend": backend}
@@ -166,6 +170,7 @@ def test_wrong_usage_is_explained(capsys, argv):
     assert capsys.readouterr().err.startswith("usage: specdec-fast")
 
 
+@pytest.mark.grid
 def test_runs_as_a_module():
     command = [sys.executable, "-m", "specdec_fast", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -50,8 +50,8 @@ def demo(target, draft, prompt_ids, expected):
     return target, draft, prompt_ids, expected
 
 
-# Every batch size and every K once; all of their pairs in the rest.
-SIZES = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 5), (2, 3), (4, 1), (8, 8), (16, 5)])
+# A few of all pairs; the rest has every one.
+SIZES = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 5), (4, 1), (16, 8)])
 # The oracle is slow, and decodes batches of any size with the same loop.
 SIZES_OF_ORACLE = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 8), (8, 3)])
 
