@@ -107,6 +107,7 @@ def test_kernel_gates_reject(op, function, what, why, on_cpp):
     assert any(failure["what"].startswith(what) and why in failure["why"] for failure in failures), failures
 
 
+@pytest.mark.grid
 def test_matrices_of_one_launch_must_have_the_bits_of_a_launch_for_each(monkeypatch):
     if not INTERPRETING:
         pytest.skip("needs the Triton kernels on the CPU")

@@ -222,6 +222,7 @@ def test_options_that_cannot_be_served(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("_no_new_processes")
 def test_plot(arguments, tmp_path, capsys):
     pytest.importorskip("matplotlib")

@@ -59,6 +59,7 @@ def recorded(engine):
     return drafts
 
 
+@few_models
 @diagonal(params={"greedy": GREEDY, "mixed": PARAMS}, method=["eqspec", "exspec"])
 def test_graphs_draft_what_single_forwards_draft(models, params, method, graphs_on_cpu):
     found = []

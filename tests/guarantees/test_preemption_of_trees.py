@@ -181,9 +181,8 @@ def run_all(checked, plain):
     return sequences
 
 
-KEPT = [("random", "bf16", "exspec"), ("ngram-trie", "fp32", "chunked"), ("eagle3-dynamic", "bf16", "exspec"),
-        ("eagle3-static", "fp32", "eqspec"), ("medusa", "bf16", "chunked"), ("specblock", "bf16", "varying"),
-        ("clover", "bf16", "eqspec")]  # fmt: skip
+KEPT = [("random", "bf16", "exspec"), ("eagle3-dynamic", "fp32", "eqspec"), ("medusa", "bf16", "chunked"),
+        ("specblock", "bf16", "varying")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "dtype", "settings"), grid([*product(KINDS, DTYPES, SETTINGS)], keep=KEPT))

@@ -162,7 +162,7 @@ for variant in variants():
 @pytest.mark.parametrize(
     ("targets", "pattern"),
     [
-        ("sm_80", r"bf16_2048x1024_.*"),
+        ("sm_80", r"bf16_2048x1024_64x.*"),
         pytest.param("sm_80,gfx942", r"(bf16|fp16|fp32)_(1024x|2048x|4096x).*", marks=pytest.mark.grid),
     ],
     ids=["slice", "all"],
