@@ -25,13 +25,13 @@ def _one_batch_size(monkeypatch):
     monkeypatch.setattr(gpu_decoding, "SMOKE", replace(gpu_decoding.SMOKE, prompts={1: 1}))
 
 
-@pytest.mark.grid
 def compared():
     progress = Progress(monotonic() + 600, lambda result: None)
     fused_linears.run(SMOKE, progress)
     return progress.result
 
 
+@pytest.mark.grid
 def test_equal_bits_are_green():
     found = compared()
     assert not found["failures"]

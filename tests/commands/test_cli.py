@@ -170,13 +170,13 @@ def test_wrong_usage_is_explained(capsys, argv):
     assert capsys.readouterr().err.startswith("usage: specdec-fast")
 
 
-@pytest.mark.grid
 def test_runs_as_a_module():
     command = [sys.executable, "-m", "specdec_fast", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"specdec-fast {sd.__version__}\n"), ended.stderr
 
 
+@pytest.mark.grid
 def test_a_reader_that_leaves_is_no_error():
     """As ``doctor | head -1`` does. A short output is only written when the command has ended."""
     code = "import sys; sys.stdin.read(); from specdec_fast.cli import main; sys.exit(main(['doctor']))"
