@@ -116,6 +116,7 @@ class TestArchitectures:
         accepted = engine.last_run.decoding.accepted_per_position
         assert drafter != "model" or accepted[0] > accepted[1] > 0, "acceptance should be ragged"
 
+    @pytest.mark.grid
     @each_value_once
     @diagonal(method=["exspec", "eqspec"], drafter=["model", "ngram"])
     def test_oracle(self, pair, method, drafter):

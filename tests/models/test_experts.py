@@ -45,7 +45,7 @@ def generated(model, prompt):
 
 
 @pytest.mark.skipif(WITHOUT_PROGRAMS is not None, reason="programs run in the C++ extension")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", grid(list(CONFIGS), keep=list(CONFIGS)[::2]))
 def test_programs_generate_what_transformers_does(name):
     model = tiny_mixture(name)
     outputs, engine = outputs_of(model)
@@ -138,7 +138,7 @@ def test_experts_are_computed_as_transformers_does(name, dtype, backend):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    grid([("qwen3-moe", torch.float32), ("glm4-moe", torch.bfloat16)], keep=[("qwen3-moe", torch.float32)]),
+    grid([("qwen3-moe", torch.float32), ("glm4-moe", torch.bfloat16)], keep=[]),
     ids=str,
 )
 def test_pytorch_has_the_same_bits_in_every_batch(name, dtype):

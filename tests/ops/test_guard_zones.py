@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.ops import all_ops
+from support.grids import each_value_once
 from support.op_checks import device_for, same_bits
 
 RIM = 67  # numbers on either side; odd, so that nothing is aligned (in test_ops.py everything is)
@@ -103,6 +104,7 @@ def assert_writes_only_what_is_named(op: str, function: Callable[..., None], arg
         assert same_bits(buffer[~mask], old[~mask]), "a place that nothing names was written"
 
 
+@each_value_once("op", "backend", "case")
 @pytest.mark.parametrize("dtype", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize(("op", "backend", "case"), SWEEP)
 def test_writes_only_what_is_named(op, backend, case, dtype):
