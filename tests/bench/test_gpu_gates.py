@@ -165,6 +165,7 @@ def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     assert any(why.startswith("the target has no graphs") for why in whys)
 
 
+@pytest.mark.grid
 def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
     generate = Engine.generate
 
@@ -184,6 +185,7 @@ def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
     assert not result_of("equivalence")["failures"]
 
 
+@pytest.mark.grid
 def test_programs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     if all_ops()["linear"].why_unavailable("cpp"):
         pytest.skip("a CPU has programs in C++ only")

@@ -88,6 +88,7 @@ def test_page_sizes(target, draft, prompt_ids, expected, page_size):
     assert run_engine(target, draft, prompt_ids, page_size=page_size, max_batch_size=4) == expected
 
 
+@pytest.mark.grid
 def test_torch_backend(target, draft, prompt_ids, expected):
     assert run_engine(target, draft, prompt_ids, backend="torch", max_batch_size=8) == expected
 
