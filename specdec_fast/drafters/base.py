@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.trees import depths_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.device_copy import to_device
 from specdec_fast.errors import DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.trees.parents import depths_of
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.runner.drafting import chosen_tokens, draft_chains
 from specdec_fast.runner.verification import Verification, owners
+from specdec_fast.trees.rows import rows_of_trees
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import sampling_columns
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.kv_cache.forward_layout import lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.drafting import first_tokens, laid_out_loop
 from specdec_fast.runner.eager import EagerRunner
 from specdec_fast.runner.graphs.graphs import Graphs
 from specdec_fast.runner.verification import Verification, owners
+from specdec_fast.trees.rows import rows_of_trees
 
 
 class GraphRunner(EagerRunner):

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec_fast as sd
-from specdec_fast.batch.trees import depths_of
 from specdec_fast.drafters.shared.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes, draft_of
 from specdec_fast.drafters.shared.ranked import GREEDY_TEMPERATURE, TokenRanker
 from specdec_fast.ops import all_ops, resolve
 from specdec_fast.ops.sampling import gumbel, gumbel_noise
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.speculation_length.choice_tree import ChoiceTree, fit_tree
+from specdec_fast.trees.parents import depths_of
+from specdec_fast.trees.static import StaticTree, fit_tree
 
 RANKS = 4
 
@@ -92,7 +92,7 @@ def test_a_frontier_is_the_best_of_a_level_that_the_tree_can_hold(seed, width, m
 def test_rank_paths_give_the_static_tree(seed, depth, num_nodes):
     rng = random.Random(seed)
     rates = [sorted((rng.random() for _ in range(3)), reverse=True) for _ in range(3)]
-    static = ChoiceTree(fit_tree(rates, 10))
+    static = StaticTree(fit_tree(rates, 10))
     paths, tree, level = RankPaths(static), DynamicTree(num_nodes, 10), 0
     while tree.frontier and level < depth:
         ranks = paths.num_ranks(level)
@@ -108,7 +108,7 @@ def test_children_without_a_probability_are_left_out():
     tree.add_children([[5, 6, 7]], [[-math.inf, math.nan, math.nan]])
     assert tree.frontier == []
     assert tree.nodes() == TreeNodes([], [], [])
-    static, tree = RankPaths(ChoiceTree([(0,), (1,)])), DynamicTree(8, 4)
+    static, tree = RankPaths(StaticTree([(0,), (1,)])), DynamicTree(8, 4)
     static.add_children(tree, [[5, 5]], [[-1.0, -math.inf]])
     assert tree.nodes().token_ids == [5]
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec_fast import _C
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
 from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.trees.rows import TREE_MASK_BITS
 from support.fuzzing import fuzz
 from support.grids import grid
 from support.op_cases import DTYPES

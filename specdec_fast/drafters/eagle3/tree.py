@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.eagle3.model import Eagle3Model
@@ -29,7 +28,8 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import TreeRules
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.row_module import RowModule
-from specdec_fast.speculation_length.choice_tree import ChoiceTree
+from specdec_fast.trees.rows import rows_of_trees
+from specdec_fast.trees.static import StaticTree
 
 # Nodes of a frontier, and children named for each of them. With trees of 16 nodes, 8 had no more accepted tokens than 4
 # for greedy requests, and 3.42 a step instead of 3.35 for sampled ones (bundled drafter). EAGLE-2 has 10 for 60 nodes.
@@ -105,7 +105,7 @@ class Eagle3Trees:
 
     def __init__(self, model: Eagle3Model, rows: RowModule, tree: int | tuple[tuple[int, ...], ...]) -> None:
         self._rows = rows
-        self._rank_paths = None if isinstance(tree, int) else RankPaths(ChoiceTree(tree))
+        self._rank_paths = None if isinstance(tree, int) else RankPaths(StaticTree(tree))
         self.is_static = self._rank_paths is not None
         self.max_nodes = tree if isinstance(tree, int) else len(tree)
         choices = [] if self._rank_paths is None else self._rank_paths.tree.choices

@@ -14,7 +14,7 @@ import torch
 
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft
-from specdec_fast.speculation_length.choice_tree import ChoiceTree
+from specdec_fast.trees.static import StaticTree
 
 ROOT = -1  # the last committed token
 
@@ -155,7 +155,7 @@ class RankPaths:
 
     """
 
-    def __init__(self, tree: ChoiceTree) -> None:
+    def __init__(self, tree: StaticTree) -> None:
         self.tree = tree
         self._places = {choice: place for place, choice in enumerate(tree.choices, start=1)}
         self._inner = {choice[:-1] for choice in tree.choices}

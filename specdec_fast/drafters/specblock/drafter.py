@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
@@ -34,6 +33,7 @@ from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
 from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.trees.rows import rows_of_trees
 
 
 class SpecBlockDrafter(TappedDrafter, TreeDrafter):

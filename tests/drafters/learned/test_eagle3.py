@@ -16,7 +16,7 @@ from specdec_fast.drafters.eagle3.tree import WIDTH
 from specdec_fast.drafters.shared.dynamic_tree import ROOT, DynamicTree, RankPaths
 from specdec_fast.drafters.shared.ranked import TokenRanker
 from specdec_fast.ops.registry import all_ops
-from specdec_fast.speculation_length.choice_tree import ChoiceTree
+from specdec_fast.trees.static import StaticTree
 from support.courses import Course, chosen_by_rule, features_of, new_sequence
 from support.eagle3 import dense_chain, write_checkpoint
 from support.models import VOCAB_SIZE
@@ -118,7 +118,7 @@ def dense_tree(course, sequence, shape, depth, num_nodes):
     """Draft a tree with every node's logits computed from the formulas, along its path alone."""
     features = features_of(course.model, sequence.token_ids, TAPS)[:-1]
     ranker = TokenRanker(course.drafter.model.ops, VOCAB_SIZE)
-    static = RankPaths(ChoiceTree(shape)) if isinstance(shape, tuple) else None
+    static = RankPaths(StaticTree(shape)) if isinstance(shape, tuple) else None
     tree = DynamicTree(num_nodes, WIDTH if static is None else len(shape))
     for level in range(depth):
         if not tree.frontier:

@@ -10,13 +10,13 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.trees.rows import rows_of_trees
 from support.courses import features_of
 from support.models import VOCAB_SIZE
 from support.specblock import (

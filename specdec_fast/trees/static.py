@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     parents: list[int]  # as in Draft.parents
 
 
-class ChoiceTree:
+class StaticTree:
     """A static tree, and its parts that fit limits.
 
     Args:
