@@ -16,3 +16,22 @@ def depths_of(parents: Many[int]) -> list[int]:
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
     return depths
+
+
+def parents_among(nodes: Many[int], parents: Many[int]) -> list[int]:
+    """Return the parent of each of some nodes as its place among them, or ``ROOT``; they hold the parents of each."""
+    places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
+    return [places[parents[node]] for node in nodes]
+
+
+def depth_first(nodes: Many[int], parents: Many[int]) -> list[int]:
+    """Return nodes depth first: each one's children behind it, in the order in which ``nodes`` has them."""
+    children: dict[int, list[int]] = {}
+    for node in reversed(nodes):
+        children.setdefault(parents[node], []).append(node)
+    found: list[int] = []
+    to_visit = children.get(ROOT, [])
+    while to_visit:
+        found.append(to_visit.pop())
+        to_visit += children.get(found[-1], ())
+    return found

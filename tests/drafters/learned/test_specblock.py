@@ -27,6 +27,7 @@ from support.specblock import (
     visible,
     write_checkpoint,
 )
+from support.trees import paths_of, trees_of
 
 HAS_PROGRAMS = all_ops()["linear"].why_unavailable("cpp") is None
 
@@ -75,15 +76,11 @@ class Compared:
     def __call__(self, sequences, limits, node_limits):
         draft = self.propose(sequences, limits, node_limits)
         draft.check(limits, node_limits)
-        counts = draft.num_draft_tokens
-        trees = zip(draft.token_ids.split(counts), draft.parents.split(counts), strict=True)
-        for s, limit, num_nodes, (tokens, parents) in zip(sequences, limits, node_limits, trees, strict=True):
+        for s, limit, num_nodes, own in zip(sequences, limits, node_limits, trees_of(draft), strict=True):
+            paths = paths_of(*own)
             if limit == 0 or s.length == 1:
-                assert len(tokens) == 0
+                assert not paths
                 continue
-            paths = []
-            for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
-                paths.append((*(() if parent < 0 else paths[parent]), token))
             expected = self.candidates(s, limit, num_nodes)
             best = sorted(expected.values(), reverse=True)[:num_nodes]
             assert len(paths) == len(best)
