@@ -66,7 +66,7 @@ class StaticTree:
         return Shape(
             depths=[len(choice) - 1 for choice in kept],
             ranks=[choice[-1] for choice in kept],
-            parents=[places.get(choice[:-1], -1) for choice in kept],
+            parents=[places.get(choice[:-1], ROOT) for choice in kept],
         )
 
 

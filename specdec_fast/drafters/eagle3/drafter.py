@@ -108,7 +108,7 @@ class Eagle3Drafter(ChainDrafter):
             return self.propose(sequences, limits)
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
         if not chosen:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
+            return draft_of_trees([None] * len(sequences), self._device)
         drafting = [sequences[i] for i in chosen]
         within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
         if sum(map(self._num_queued, drafting)) > self._most_rows:

@@ -75,8 +75,9 @@ class BlockTree(GrowingTree):
         for node, k in alternatives if self._continues else ():
             added = [node]
             for slot in slots[k:]:
-                if added:
-                    added = self._add_slot(added[0], slot, 1, lowest)
+                added = self._add_slot(added[0], slot, 1, lowest)
+                if not added:
+                    break
 
     def to_expand(self, most: int) -> list[int]:
         """Return the best nodes that may have children, the best first; of a chain, its end."""
