@@ -98,6 +98,12 @@ def test_children_without_a_probability_are_left_out():
     assert tree.nodes().token_ids == [5]
 
 
+def test_a_node_that_is_added_again_keeps_the_better_score():
+    tree = GrowingTree(8)
+    assert [tree.add(ROOT, 5, score) for score in (-1.0, -0.5, -2.0)] == [0, 0, 0]
+    assert tree.nodes() == TreeNodes([5], [ROOT], [-0.5])
+
+
 @pytest.mark.parametrize(
     ("proposals", "max_nodes", "tokens", "parents"),
     [
