@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_columns, sampling_of
-from specdec_fast.batch.trees import TreeRows, rows_of_trees
 from specdec_fast.device_copy import Joined, to_host
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.trees.rows import TreeRows, rows_of_trees
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.ops import resolve
 from specdec_fast.program import executors
@@ -14,6 +13,7 @@ from specdec_fast.program.executors import Programs
 from specdec_fast.runner import row_module
 from specdec_fast.runner.graphs.capture import CAPTURES
 from specdec_fast.runner.row_module import RowModule
+from specdec_fast.trees.rows import rows_of_trees
 from support.eagle3 import write_checkpoint
 from support.grids import grid
 from support.models import tiny_model, truncated_copy

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import Joined
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -34,6 +33,7 @@ from specdec_fast.runner.graphs.capture import Capture, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 from specdec_fast.runner.graphs.phases import Choices, drafting_loop, verification
 from specdec_fast.runner.graphs.store import GraphStore, Recipe, Recorded
+from specdec_fast.trees.rows import TreeRows
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 

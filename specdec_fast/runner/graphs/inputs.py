@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, RaggedBatch
+from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import PackedArrays, all_to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.runner.graphs.buckets import Bucket
+from specdec_fast.trees.rows import TREE_MASK_BITS, TreeRows
 
 # The columns of ``sampling_columns``. A row has a position, too, so the positions of choices have another name.
 _SAMPLING = {
