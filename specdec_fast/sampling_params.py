@@ -103,7 +103,6 @@ class SamplingParams:
 
     Raises:
         InvalidParamsError: a value is out of range; the message names it.
-
     """
 
     max_new_tokens: int = 128
@@ -197,7 +196,6 @@ class SamplingParams:
 
         Raises:
             NotYetSupportedError: the config sets a field that has no counterpart here.
-
         """
         given = {k: v for k, v in config.to_diff_dict().items() if v is not None and k != "eos_token_id"}
         given = {k: v for k, v in given.items() if _NEUTRAL_VALUES.get(k) != v}

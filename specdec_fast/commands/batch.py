@@ -113,10 +113,7 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
-    """Read and check the lines of a batch file; requests may give one of ``model_names``.
-
-    Raises:
-        ConfigError: the file is empty.
+    """Read and check a batch file, whose requests may give one of ``model_names``. Raises ConfigError if it is empty.
     """
     lines = []
     seen = set()
@@ -199,7 +196,6 @@ def _served(
 def _choices(
     engine: Engine | None, line: BatchLine, defaults: SamplingParams, options: dict[str, Any]
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Return the ids and parameters of every choice of a request; set its problem if it has none."""
     if engine is None or line.body is None or line.problem is not None:
         return []
     own = line.body.prompt_options()
@@ -218,7 +214,6 @@ def _choices(
 def _record(
     line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None
 ) -> tuple[dict[str, Any], str | None]:
-    """Return the result of a line in the shape of OpenAI's API, and what has failed."""
     record = {"id": f"{_ID_PREFIX}{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
     failure = None if line.problem is None else line.problem.message
     if line.code is not None and line.problem is not None:

@@ -35,11 +35,7 @@ _MOST_RANKS = 10
 
 
 class DrafterKind(ABC):
-    """One kind of drafter for a target, from the options of one call; those of other kinds are refused.
-
-    Raises:
-        ConfigError: the options do not fit the kind or the target.
-    """
+    """One kind of drafter, from the options of one call; ConfigError if they do not fit the kind or the target."""
 
     options: tuple[str, ...] = ()
     loss: Loss = staticmethod(loss_of)
@@ -135,7 +131,6 @@ class _HeadsKind(DrafterKind):
         return Teacher(self._target, (self._config.num_hidden_layers,), None)
 
     def _fitted(self, trainer: Trainer, held_out: list[Tensor]) -> tuple[list[list[float]], list[list[int]]]:
-        """Return the hit rates on the texts that were held out, by depth and rank, and the tree that is fitted."""
         shape = [self._num_heads, min(_MOST_RANKS, self._config.vocab_size)]
         counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64, device="cpu")
         for token_ids, lengths, lesson in trainer.lessons(held_out):
@@ -152,7 +147,6 @@ class MedusaKind(_HeadsKind):
         return self._module, self._teacher()
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Fit the tree, and write the hub's format."""
         rates, choices = self._fitted(trainer, held_out)
         save_heads(self._module, folder, choices)
         return {"hit_rates": rates, "choices": choices}
@@ -168,7 +162,6 @@ class CloverKind(_HeadsKind):
         return self._module, self._teacher()
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Fit the tree, and write this project's format."""
         rates, choices = self._fitted(trainer, held_out)
         save_clover(self._module, folder, choices)
         return {"hit_rates": rates, "choices": choices}

@@ -29,31 +29,22 @@ from specdec_fast.results import RunStats
 class Call:
     """The requests of one caller. Any thread may add and cancel; one thread at a time takes.
 
-    Args:
-        shared: the core that serves them.
-        returns: whether the caller takes again and again until nothing is open, as a stream's reader may not. It then
-            calls ``rest`` or ``close``, because others may be waiting for a thread that runs the steps.
-        ends_only: whether outputs are wanted with a request's last one only.
-
-    Attributes:
-        open: requests whose last output has not been taken.
-
+    ``returns``: whether the caller takes again and again until nothing is open, as a stream's reader may not. It then
+    calls ``rest`` or ``close``, because others may be waiting for a thread that runs the steps. ``ends_only``: whether
+    outputs are wanted with a request's last one only.
     """
 
     def __init__(self, shared: SharedCore, returns: bool, ends_only: bool) -> None:
         self._shared = shared
         self.returns = returns
         self.ends_only = ends_only
-        self.open: set[Sequence] = set()
+        self.open: set[Sequence] = set()  # requests whose last output has not been taken
         self.inbox: SimpleQueue[list[StepOutput]] = SimpleQueue()  # an empty list: the core is free
 
     def add(self, requests: list[Sequence]) -> None:
         """Let requests wait for their first step.
 
-        Raises:
-            EngineBusyError: the core serves requests that were added to it directly.
-            ForkedProcessError: the engine was made in the process that this one was forked from.
-
+        Raises EngineBusyError if the core serves requests that were added to it directly, and ForkedProcessError.
         """
         self._shared.add(self, requests)
 
@@ -70,18 +61,9 @@ class Call:
     def take(self, timeout: float | None = None) -> list[StepOutput]:
         """Run a step, or wait for the thread that is in one, and return what was emitted for this call.
 
-        With ``ends_only`` it runs steps until a request has ended.
-
-        Args:
-            timeout: seconds to wait for another thread at most; None: no limit.
-
-        Returns:
-            Outputs of one or more requests; none if the step was for others, or after ``timeout``. A request that
-            failed with its step has a ``StepError``.
-
-        Raises:
-            EngineBusyError: this is called by code that a step of this core called.
-
+        With ``ends_only`` it runs steps until a request has ended. It waits for another thread at most ``timeout``
+        seconds; None: no limit. There are no outputs if the step was for others, or after ``timeout``. A request that
+        failed with its step has a ``StepError``. Raises EngineBusyError in code that a step of this core called.
         """
         outputs: list[StepOutput] | None
         try:
@@ -123,8 +105,6 @@ class Call:
 
 
 class _Lead:
-    """The right to run steps, for a ``with`` block."""
-
     def __init__(self, shared: SharedCore, call: Call | None) -> None:
         self._shared = shared
         self.call = call
@@ -146,21 +126,15 @@ class _Change(NamedTuple):
 
 
 class SharedCore:
-    """A core that serves the calls of several threads; one thread at a time runs a step.
+    """Runs the steps of a core, in one process, for the calls of several threads; one thread at a time runs a step.
 
-    Args:
-        core: no other code may run its steps while a call has requests.
-        process: the process in which they run.
-
-    Attributes:
-        run: counts and times, since a call last began while no other call had requests.
-
+    No other code may run its steps while a call has requests.
     """
 
     def __init__(self, core: EngineCore, process: OwnProcess) -> None:
         self.core = core
         self.process = process
-        self.run = RunStats()
+        self.run = RunStats()  # counts and times, since a call last began while no other call had requests
         self._started = 0.0
         # Guards all below; no thread holds it during a step. It is reentrant because the garbage collector may close an
         # abandoned stream in a thread that holds it.
@@ -318,7 +292,6 @@ class SharedCore:
             call.inbox.put(own)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail every request that the core has lost with a step."""
         try:
             self.core.drop_failed(error)
         except Exception:  # a drafter fails again

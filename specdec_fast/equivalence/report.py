@@ -68,18 +68,15 @@ class Matrix:
 
 @dataclass
 class Report:
-    """The results.
+    """The results."""
 
-    Attributes:
-        comparisons: every combination, compared with the engine's plain decoding at batch 1.
-        against_transformers: greedy plain decoding at batch 1, compared with ``generate()`` at batch 1.
-        noise_floor: plain batched ``generate()``, compared with its own batch 1.
-        control: the engine with ``deterministic=False``, compared with plain decoding, both with ``enforce_eager``.
-    """
-
+    # every combination, compared with the engine's plain decoding at batch 1
     comparisons: list[Comparison] = field(default_factory=list)
+    # greedy plain decoding at batch 1, compared with ``generate()`` at batch 1
     against_transformers: list[Comparison] = field(default_factory=list)
+    # plain batched ``generate()``, compared with its own batch 1
     noise_floor: list[Comparison] = field(default_factory=list)
+    # the engine with ``deterministic=False``, compared with plain decoding, both with ``enforce_eager``
     control: list[Comparison] = field(default_factory=list)
 
     @property

@@ -75,10 +75,7 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
     """Lay out one forward, and allocate the pages that its new positions need; see ``lay_out``.
 
     ``ahead`` may differ between sequences. Then all of them have block tables for the largest one; what lies behind a
-    sequence's own pages is the scratch page.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
+    sequence's own pages is the scratch page. Raises KVCacheTooSmallError if too few pages are free.
     """
     places = []
     ends = []
@@ -101,6 +98,8 @@ def lay_out(
 ) -> RaggedBatch:
     """Lay out one forward, and allocate the pages that its new positions need.
 
+    Raises KVCacheTooSmallError if too few pages are free.
+
     Args:
         pool: has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
@@ -108,9 +107,6 @@ def lay_out(
         ahead: number of positions after each span that get pages, and entries in the block table, as well.
         trees: if the rows of each span are a tree, its shape. Rows then have consecutive slots, and their positions are
             those of their depths. None: chains.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
     """
     batch = _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
     if trees is None:
@@ -123,13 +119,9 @@ def lay_out(
 def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> list[partial[RaggedBatch]]:
     """Lay out several forwards at once: the spans, then the position after each span, then the next one, and so on.
 
-    The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
-
-    The first one has the spans ``rows``, in batch order; every later one has one row per span. There is one function
-    per forward: called with the keyword ``token_ids``, ``[T]``, it returns the batch.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
+    The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout. The first
+    one has the spans ``rows``, in batch order; every later one has one row per span. There is one function per forward:
+    called with the keyword ``token_ids``, ``[T]``, it returns the batch. May raise KVCacheTooSmallError.
     """
     later = num_forwards - 1
     first, place, end, table = _laid_out(pool, rows, later)

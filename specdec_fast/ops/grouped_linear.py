@@ -18,16 +18,13 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
 
     In every implementation, a product's bits depend on its row and its expert alone; sums are in fp32 and rounded once.
     Here each product is computed by itself, from a copy of the row, because PyTorch's linears may sum in another order
-    for another number of rows or another address.
+    for another number of rows or another address. Raises IndexError if an expert id lies outside the experts.
 
     Args:
         rows: ``[T, 1, in_features]`` of fp32, fp16 or bf16, or ``[T, num_choices, in_features]``, one for each choice.
         expert_ids: ``[T, num_choices]`` int64, contiguous.
         weight: ``[num_experts, out_features, in_features]`` of the same dtype; it or its ``mT`` is contiguous.
         bias: ``[num_experts, out_features]`` of the same dtype, or None.
-
-    Raises:
-        IndexError: an expert id lies outside the experts.
     """
     num_choices = expert_ids.shape[1]
     out = rows.new_empty(*expert_ids.shape, weight.shape[1])

@@ -17,9 +17,8 @@ from specdec_fast.ops.sampling import WORD_MASK, philox4x32
 def noise_words(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Return the random word of every token id: ``[N, M]`` int64, of 32 bits; ``gumbel`` makes noise of it.
 
-    The words are those that ``gumbel_noise`` computes for the whole vocabulary. The arguments are ``[N, M]`` int64
-    token ids from 0 on, the ``[N]`` int64 seeds of the requests, and the ``[N]`` int64 positions at which the tokens
-    would stand.
+    The words are those that ``gumbel_noise`` computes for the whole vocabulary, for ``[N, M]`` int64 token ids from 0
+    on, ``[N]`` int64 seeds of the requests, and the ``[N]`` int64 positions of the tokens.
     """
     seeds = seeds[:, None]
     positions = positions[:, None]

@@ -26,8 +26,8 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
 
     Args:
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
-        kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache
-            ``[num_pages, page_size, num_kv_heads, value_head_dim]``.
+        kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache ``[num_pages, page_size,
+            num_kv_heads, value_head_dim]``.
 
     Returns:
         ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite makes the rows that

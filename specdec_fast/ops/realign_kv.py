@@ -23,8 +23,7 @@ def realign_kv_(layers: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lengths
     Args:
         layers: keys and values of each layer, each ``[B, num_kv_heads, columns, head_dim]``; all with one shape and the
             same strides; the last axis is contiguous.
-        starts, lengths: ``[B]`` int32, the first column of row b and the number of its columns.
-        shifts: ``[B]`` int32.
+        starts, lengths, shifts: ``[B]`` int32, of each row its first column, its number of columns, and its shift.
     """
     moves = zip(starts.tolist(), lengths.tolist(), shifts.tolist(), strict=True)
     for row, (start, length, shift) in enumerate(moves):

@@ -74,8 +74,7 @@ class Op:
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
         """Import the backend's implementation, and add the argument check if ``check``.
 
-        Raises:
-            BackendError: there is no such implementation, or it cannot run here; the message says why.
+        Raises a BackendError that says why there is no such implementation, or why it cannot run here.
         """
         reason = self.why_unavailable(backend)
         if reason is not None:
@@ -107,18 +106,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Ops:
-    """The implementations chosen for one device; each is an attribute under its op's name, such as ``ops.linear``.
+    """The implementations chosen for one device; each is an attribute under its op's name, such as ``ops.linear``."""
 
-    Attributes:
-        chosen: op name to backend name, for every op that has an implementation here.
-        functions: op name to the chosen implementation; ``ops/`` defines the result of each. For an op without
-            an implementation, a function that raises a BackendError.
-        unchecked: the same ops without the argument check, for a caller that has checked tensors of the same shapes
-            before (the layers of one forward).
-    """
-
-    chosen: Mapping[str, str]
+    chosen: Mapping[str, str]  # op name to backend name, for every op that has an implementation here
+    # op name to the chosen implementation; ``ops/`` defines the result of each. For an op without an implementation, a
+    # function that raises a BackendError.
     functions: Mapping[str, Callable[..., Any]] = field(repr=False)
+    # the same ops without the argument check, for a caller that has checked tensors of the same shapes before (the
+    # layers of one forward)
     unchecked: Ops | None = field(repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -143,13 +138,10 @@ class Ops:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Return the device of the first tensor; every op has one among its arguments."""
     return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with the device of its first tensor as the current device, such as cuda:1."""
-
     def guarded(*args: Any, **kwargs: Any) -> Any:
         device = _device_of(args, kwargs)
         if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -207,15 +199,9 @@ def all_ops() -> dict[str, Op]:
 def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None = None) -> Ops:
     """Choose an implementation of every op for ``device``.
 
-    Args:
-        device: of the tensors.
-        backend: ``"auto"`` chooses per op the best backend that runs here. A name chooses that backend for all ops
-            that it has; the other ops raise a BackendError when they are called, because a model may need none.
-        dtype: of the numbers, if ``"auto"`` should choose what is best for it.
-
-    Raises:
-        ConfigError: there is no such backend.
-        BackendError: the named backend cannot run here; the message says why.
+    ``"auto"`` chooses per op the best backend that runs here, for numbers of ``dtype`` if it is given. The name of a
+    backend chooses it for all ops that it has; the other ops raise a BackendError when they are called, because a model
+    may need none. Raises ConfigError if there is no such backend, BackendError with the reason if it cannot run here.
     """
     if backend != AUTO and backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")

@@ -31,8 +31,7 @@ def verify_chain(
     of row j determine the target's token after that row, which is compared with the draft token in row j + 1.
 
     In a tree, the target's token after a row is compared with the tokens of the row's children. The first child that
-    equals it is accepted, and its own children are next. A row's depth takes the place of j: it determines the position
-    of the noise.
+    equals it is accepted, and its own children are next. A row's depth takes the place of j, in the noise too.
 
     Without ``sampling``, the target's token is the most likely one, among equals the lowest id. With ``sampling``,
     every row chooses in float64 by these rules:
@@ -41,10 +40,8 @@ def verify_chain(
        seen tokens are the sequence's ``seen_ids`` and its tokens in rows 0 to j (in a tree, those on the path to j);
     2. at temperature 0, or if the largest logit is infinite, the largest logit wins;
     3. scores are the differences to the largest logit, divided by the temperature;
-    4. ``top_k``, then ``top_p``, then ``min_p`` keep scores down to a threshold; equal scores are kept or dropped
-       together;
-    5. the largest sum of a kept score and its noise wins, among equals the lowest id; the noise is keyed by seed,
-       position and token id, see ``ops/sampling.py``.
+    4. ``top_k``, then ``top_p``, then ``min_p`` keep scores down to a threshold, equal scores together;
+    5. the largest sum of a kept score and its noise (``ops/sampling.py``) wins, among equals the lowest id.
 
     Args:
         logits: ``[T, vocab_size]`` of fp32, fp16 or bf16.
@@ -55,11 +52,10 @@ def verify_chain(
             sequence's first row, which has -1. None: every row's parent is the row before it.
 
     Returns:
-        ``target_tokens [T]`` int64: the choice of each row, -1 if the row holds a NaN;
-        ``num_accepted [B]`` int32: draft tokens equal to the target's, up to the first that differs;
-        ``next_tokens [B]`` int64: the target's token after the accepted ones (correction or bonus; -1 if NaN);
-        with ``parents`` also ``accepted_rows [T]`` int32: from each sequence's first row on, the rows that were
-        accepted, counted from that row, in the order of their depth; then -1.
+        ``target_tokens [T]`` int64: the choice of each row, -1 if the row holds a NaN; ``num_accepted [B]`` int32:
+        draft tokens equal to the target's, up to the first that differs; ``next_tokens [B]`` int64: the target's token
+        after these (correction or bonus; -1 if NaN); with ``parents`` also ``accepted_rows [T]`` int32: from each
+        sequence's first row on, the accepted rows, counted from that row, in the order of their depth; then -1.
     """
     if sampling is None:
         best = logits.argmax(dim=-1)  # torch returns the first of equal maxima

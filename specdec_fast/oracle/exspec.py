@@ -46,11 +46,8 @@ def exspec(
 ) -> OracleRun:
     """Decode all prompts through a window; finished sequences leave at once, and others take their place.
 
-    Args:
-        target, draft, prompts, limits, num_draft_tokens: as in ``eqspec``, as are the outputs.
-        batch_size: B, the largest number of sequences in a step.
-        window_size: W >= B, the number of sequences that hold KV; None: 2 B.
-        repad: aligns a group of unequal lengths: Python loops, or a fused op.
+    ``batch_size`` is B, the largest number of sequences in a step; ``window_size`` W >= B, the number of sequences that
+    hold KV, None: 2 B. ``repad`` aligns a group of unequal lengths. The rest, outputs too, is as in ``eqspec``.
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)

@@ -38,8 +38,7 @@ class HoldsMemory(Protocol):
 def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: int) -> EngineMemory:
     """Return the memory of an engine of loaded models; the target has the row padding with which it will run.
 
-    Raises:
-        DrafterError: the drafter's weights are no tensors, or it names a number of bytes that is none.
+    Raises DrafterError if the drafter's weights are no tensors, or it names a number of bytes that is none.
     """
     own = storage_bytes(weights_of(target.model))
     part = Part(sum(own.values()), target.layout.bytes_per_token, partial(_target_terms, target))

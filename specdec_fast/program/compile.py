@@ -81,12 +81,12 @@ def compile_forward(
 
     Args:
         model: in eval mode.
-        forward: runs the model: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
+        forward: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
         layout: of the model's KV cache.
         ops: the recorded runs use them.
         sliding: layers that must pass their window to attention.
-        tapped: collects the hidden states that are further outputs of the program; None: it has none. Without taps
-            the program is the same, except for the copies of the taps.
+        tapped: collects the hidden states that are further outputs of the program; None: it has none, and is the same
+            except for the copies of the taps.
         max_positions: the program will compute positions below it only; None: any.
 
     Raises:
@@ -114,11 +114,7 @@ def compile_forward(
 
 @torch.inference_mode()
 def compile_rows(function: RowFunction, ops: Ops) -> Plan:
-    """Record a function of rows with the given ops, and plan its program.
-
-    Raises:
-        NotLowerableError: the function does something that a program cannot express.
-    """
+    """Record a function of rows with the given ops, and plan its program. Raises NotLowerableError if it cannot."""
     layout = function.layout
 
     def run(recorder: Recorder, pool: PagePool, batch: RaggedBatch, logit_rows: Tensor) -> tuple[Tensor, list[int]]:
@@ -204,7 +200,6 @@ def _constants(instruction: Instruction) -> list[Tensor]:
 
 
 def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
-    """Make a batch of several sequences, of which the last one may be shorter."""
     pool = PagePool(layout, (num_rows // _SPAN + 1) * _PAGE_SIZE, _PAGE_SIZE)
     starts = range(0, num_rows, _SPAN)
     for owner in starts:

@@ -40,14 +40,9 @@ _NUM_OTHERS = 3  # such sequences
 
 
 def make_deterministic(model: RaggedModel) -> None:
-    """Find the cheapest RowPadding with which each row's bits depend on its own sequence alone, and set it.
+    """Find and set the cheapest RowPadding with which each row's bits depend on its own sequence alone.
 
-    Args:
-        model: the model whose ``row_padding`` is set.
-
-    Raises:
-        DeterminismError: no padding makes the model batch-invariant on this machine.
-
+    Raises DeterminismError if no padding makes the model batch-invariant on this machine.
     """
     for row_padding in _candidates(model):
         if _reproduces(model, row_padding):
@@ -112,8 +107,7 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
 def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:
     """Return whether the whole model gives one text the same logits in every way of computing it.
 
-    One row at a time, all ways are the same forwards of one row, and slow: a short text, repeated once, shows a model
-    that is never the same.
+    One row at a time, all ways are slow, and the same forwards: a short text, computed twice, suffices.
     """
     text = _OTHER if row_padding.one_by_one else _TEXT
     length, other = (min(n, model.max_positions or n) for n in (text, _OTHER))

@@ -21,19 +21,11 @@ _CONTEXT = 64
 
 @torch.inference_mode()
 def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequences: int = 2048) -> dict[int, float]:
-    """Time forwards over short contexts on pages of their own; the time is the least of up to three repeats.
+    """Return the seconds of forwards by row count: the least of up to three repeats, over short contexts on own pages.
 
     It runs one forward to warm up and one at each count. The repeats may take half a second, or half as long as these
-    forwards. If there is no time for all repeats, the smallest counts, those of plain steps, are repeated first.
-
-    Args:
-        model: the model, with the row padding with which it will run.
-        row_counts: numbers of rows of the forwards.
-        most_sequences: largest number of sequences, over which the rows are spread evenly.
-
-    Returns:
-        Seconds by row count.
-
+    forwards. If there is no time for all repeats, the smallest counts, those of plain steps, are repeated first. Rows
+    are spread evenly over ``most_sequences`` at most.
     """
     num_owners = min(most_sequences, max(row_counts))
     longest = -(-max(row_counts) // num_owners)
@@ -57,10 +49,8 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
 def proposal_seconds(measure: Callable[[int], float]) -> tuple[float, float]:
     """Return the seconds of a proposal of one token, and those of each further token.
 
-    Args:
-        measure: runs a proposal of so many tokens, and returns its seconds. Both ``PROPOSAL_LENGTHS`` are measured in
-            turn, so that a busy moment of the machine does not make one of them look slow; the least times count.
-
+    ``measure`` runs a proposal of so many tokens, and returns its seconds. Both ``PROPOSAL_LENGTHS`` are measured in
+    turn, so that a busy moment of the machine does not make one of them look slow; the least times count.
     """
     rounds = [[measure(length) for length in PROPOSAL_LENGTHS] for _ in range(REPEATS)]
     short, long = map(min, zip(*rounds, strict=True))

@@ -65,7 +65,6 @@ def create_app(
 
     Raises:
         ConfigError: a limit is out of range, the key is empty, or an argument has a wrong type.
-
     """
     if api_key == "":
         raise ConfigError("the API key is empty, so it would protect nothing; pass a key, or None for no key.")
@@ -108,12 +107,7 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
 
 
 def _checked_names(names: Sequence[str], engine: AsyncEngine) -> tuple[str, ...]:
-    """Return the names of the model: those given, or the target's.
-
-    Raises:
-        ConfigError: the names are one string, whose characters would be names.
-
-    """
+    """Return the names of the model: those given, or the target's. One string would be a list of characters."""
     if isinstance(names, str):
         raise ConfigError(f"model_names={names!r} is one string; expected a list of names: [{names!r}].")
     return tuple(names) or (str(engine.engine.describe()["target"]),)
@@ -133,8 +127,6 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 
 class _Api:
-    """The routes of one application."""
-
     def __init__(
         self,
         engine: AsyncEngine,
@@ -223,7 +215,6 @@ class _Api:
         return json_response(answer.whole(outputs))
 
     async def _generate(self, answer: Answer, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:
-        """Decode all choices; if one is refused, the others are cancelled."""
         options = {"timeout": self._timeout, **answer.body.prompt_options()}
         tasks = [asyncio.ensure_future(self._engine.generate(*each, **options)) for each in requests]
         try:

@@ -20,14 +20,9 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """The metrics of one engine.
+    """The metrics of one engine, with the label ``model_name``.
 
     Gauges and counters are read from the engine when they are asked for; histograms count requests as they end.
-
-    Args:
-        engine: what is measured.
-        model: the label ``model_name``.
-
     """
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
@@ -76,8 +71,6 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads an engine's counts when they are asked for."""
-
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine = engine
         self._model = model

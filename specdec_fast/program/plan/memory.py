@@ -96,8 +96,7 @@ def placed(
         inputs: the buffer of what the rows take besides their tokens, which is read only; None: nothing.
 
     Returns:
-        The memory of every buffer, by its index; the bytes per row of each domain that are shared, and of a thread's
-        own.
+        The memory of every buffer, by its index; the bytes per row of each domain that are shared; those of a thread.
     """
     steps = _steps(instructions, buffers)
     by_step = _lives(instructions, steps.__getitem__)

@@ -18,8 +18,7 @@ from specdec_fast.program.record.tape_values import Complex, Overwritten, Value
 def changed_in_place(tape: Tape, tensor: Tensor, before: Value | None) -> None:
     """Record that an operation has changed ``tensor``, whose value was ``before``, in place.
 
-    If other tensors share its memory, the new numbers are copied to the old place, so that they have them. Where that
-    is impossible, they are outdated.
+    Tensors that share its memory are outdated, unless the new numbers can be copied to the old place.
     """
     others = [each for each, _ in tape.of_memory(tensor) if each is not tensor]
     after = tape.value(tensor)
@@ -35,8 +34,7 @@ def changed_in_place(tape: Tape, tensor: Tensor, before: Value | None) -> None:
 def writable(tape: Tape, tensor: Tensor) -> RowView:
     """Return the places of a tensor's numbers, so that an operation can write there.
 
-    Raises:
-        NotLowerableError: the tensors of its memory are not in one buffer, or in that of the inputs.
+    Raises NotLowerableError if the tensors of its memory are not in one buffer, or in that of the inputs.
     """
     view = tape.row_view(tensor)
     if not _is_own(tape, view, tensor):

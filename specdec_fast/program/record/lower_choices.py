@@ -172,7 +172,6 @@ def _topk(
 def _max_of_vectors(
     tape: Tape, result: tuple[Tensor, Tensor], source: Tensor, axis: int, keepdim: bool = False
 ) -> None:
-    """Record the first place of the largest number of every vector, and the number there."""
     view, place = _first_largest(tape, "max", source, axis)
     largest = tape.fresh(view.domain, view.axis, place.sizes, source.dtype)
     tape.row_op("gather", [view, place], largest)

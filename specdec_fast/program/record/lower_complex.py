@@ -68,7 +68,6 @@ LOWERED |= {name: partial(_product, otherwise=lower_math.LOWERED[name]) for name
 
 
 def _shaped(tape: Tape, result: Tensor, source: Tensor, *args: Any, otherwise: Handler, **kwargs: Any) -> None:
-    """Lower a view in another shape: the parts remain the last axis."""
     value = tape.value(source)
     if isinstance(value, Complex):
         tape.bind(result, Complex(tape.reshaped(value.parts, (*result.shape, 2))))

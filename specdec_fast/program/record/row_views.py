@@ -97,8 +97,7 @@ def dense(sizes: Sequence[int]) -> tuple[int, ...]:
 def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> int:
     """Return the axis of ``shape`` that counts the rows: ``before`` numbers are before it, ``after`` numbers after it.
 
-    Raises:
-        NotLowerableError: no axis counts the rows, because they have been merged with another axis.
+    Raises NotLowerableError if no axis does, because rows have been merged with another axis.
     """
     for axis, size in enumerate(shape):
         if size == num_rows and prod(shape[:axis]) == before and prod(shape[axis + 1 :]) == after:
@@ -132,9 +131,9 @@ def _view_strides(
 
 
 def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Drop axes of size 1, and merge neighbouring axes if every operand's strides allow it.
+    """Drop axes of size 1, and merge neighbouring axes if every operand's strides allow it: at least one is left.
 
-    Returns the shape and the strides of each operand with as few axes as possible, at least one.
+    Returns the shape, and the strides of each operand.
     """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for d, size in enumerate(shape):

@@ -34,14 +34,8 @@ from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfAl
 class Tape:
     """The instructions so far, and the value of every tensor of the run.
 
-    Args:
-        num_rows: rows of the batch, a number that is no size of the model.
-        num_logit_rows: rows whose logits are wanted, also a number that is no size of the model.
-        kv_dtype: dtype of the pages.
-        max_positions: number of positions that the batch may have; None if there is no limit.
-
-    Attributes:
-        inputs: the buffer of what the rows take besides their tokens; None: nothing.
+    ``num_rows`` and ``num_logit_rows`` (whose logits are wanted) are numbers that are no size of the model.
+    ``kv_dtype`` is that of the pages; ``max_positions`` those that the batch may have, None: no limit.
     """
 
     def __init__(
@@ -52,7 +46,7 @@ class Tape:
         self.counts = {ROWS: num_rows, LOGIT_ROWS: num_logit_rows}
         self.instructions: list[Instruction] = []
         self.buffers: list[Buffer] = []
-        self.inputs: int | None = None
+        self.inputs: int | None = None  # the buffer of what the rows take besides their tokens; None: nothing
         self._values: dict[int, tuple[Tensor, Value]] = {}  # by id; a kept tensor keeps its id
 
     def value(self, tensor: Any) -> Value | None:
@@ -87,9 +81,7 @@ class Tape:
     def row_view(self, tensor: Tensor) -> RowView:
         """Return the places of a tensor's numbers.
 
-        Raises:
-            NotLowerableError: the tensor is integers of the batch or a constant, or it was changed through another
-                tensor.
+        Raises NotLowerableError for integers of the batch, a constant, or what was changed through another tensor.
         """
         value = self.value(tensor)
         if isinstance(value, RowView):

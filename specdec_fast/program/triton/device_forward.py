@@ -11,11 +11,7 @@ from specdec_fast.program.plan.ir import INPUTS, TAPS, Linear, Plan
 
 
 class DeviceForward:
-    """One forward: its batch, and the buffers that are in use.
-
-    Raises:
-        ValueError: the inputs have another size than the plan's rows take.
-    """
+    """One forward: its batch, and its buffers. Raises ValueError if inputs have another size than the plan's."""
 
     def __init__(
         self,

@@ -108,9 +108,8 @@ def _joined(steps: Sequence[_Single]) -> list[Shared]:
 def _joint_key(step: Instruction) -> object:
     """Return what linears of one launch have in common; None for what is a launch of its own.
 
-    The kernel reads weights as they are stored. Its results lie one after the other, at addresses that must be
-    multiples of 16 bytes for every number of rows: Triton compiles another kernel for an argument with another
-    alignment.
+    The kernel reads weights as they are stored. Its results lie one after the other, at multiples of 16 bytes for every
+    number of rows, because Triton compiles another kernel for an argument with another alignment.
     """
     if not isinstance(step, Linear) or not step.weight.is_contiguous():
         return None

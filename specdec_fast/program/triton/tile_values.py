@@ -35,16 +35,10 @@ class TileNames:
 
 
 class TileValues(Values):
-    """The code for numbers of a tile.
+    """The code for numbers of a tile; ``steps``, ``pointers`` and ``row_sizes`` as those of ``RowCode``.
 
-    Args:
-        steps, pointers, row_sizes: as those of ``RowCode``.
-        axis: the only axis.
-        names: of the tile.
-        registers: names of ``[rows, part]`` that the kernel has computed, by buffer and by their offset in its row.
-
-    Attributes:
-        loaded: buffers that the code reads from memory.
+    ``axis`` is the only axis, ``names`` those of the tile. ``registers`` names what the kernel has computed, each
+    ``[rows, part]``, by buffer and by their offset in its row.
     """
 
     def __init__(
@@ -60,7 +54,7 @@ class TileValues(Values):
         self.own = axis
         self.names = names
         self._registers = registers or {}
-        self.loaded: set[int] = set()
+        self.loaded: set[int] = set()  # buffers that the code reads from memory
         self.share(axis)
 
     def axis(self, axis: Axis, among: tuple[Axis, ...]) -> str:
@@ -122,7 +116,6 @@ class WholeRows(TileValues):
         self._pieces = ", ".join(map(str, pieces))
 
     def load_rows(self, buffer: int, place: Place) -> Expression:
-        """Load them as ``linear_parts.load_rows`` does."""
         if not place.axes:
             return super().load_rows(buffer, place)
         if place.terms != ((self.own, 1),):
@@ -144,11 +137,9 @@ class WholeRows(TileValues):
 
 
 class WithStatistics(TileValues):
-    """The code for numbers of a tile that depend on statistics of their rows.
+    """The code for numbers of a tile that depend on statistics of their rows, which ``whole`` computes.
 
-    Attributes:
-        whole: computes the statistics.
-        collected: what ``whole`` calls each statistic, by the name that this code gives it.
+    ``collected`` is what ``whole`` calls each statistic, by the name that this code gives it.
     """
 
     prefix = "y"
@@ -159,10 +150,7 @@ class WithStatistics(TileValues):
         self.collected: dict[str, str] = {}
 
     def load_constant(self, source: Tensor, place: Place) -> Expression:
-        """Load them for every row.
-
-        Of a load of one row a thread would have two bytes at most, which the compiler does not load ahead in a loop.
-        """
+        """Load them for every row: of one row a thread would have two bytes at most, which no compiler loads ahead."""
         if not place.axes:
             return super().load_constant(source, place)
         index = self.index(place)
