@@ -30,10 +30,7 @@ _READER_LEFT = 141  # what a shell shows for a program that a closed pipe has en
 
 
 def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Build the parser; each command declares its own arguments beside its code.
-
-    Modules of commands that ``argv`` does not name are not imported. None: all commands.
-    """
+    """Build the parser; modules of commands that ``argv`` does not name are not imported. None: all commands."""
     parser = argparse.ArgumentParser(
         prog="specdec-fast", description="Exact, fast, batched speculative decoding of Hugging Face language models."
     )

@@ -77,7 +77,7 @@ class PackedArrays:
         is_cuda = device.type == "cuda"
         self._turns = [torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=is_cuda) for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in self._turns] if is_cuda else None
-        self.on_device: dict[str, Tensor] = {}  # the tensors, by name
+        self.on_device: dict[str, Tensor] = {}
         self._arrays: list[dict[str, np.ndarray]] = [{} for _ in self._turns]
         for start, (name, (dtype, count, shape)) in zip(starts, counts.items(), strict=True):
             end = start + dtype.itemsize * count

@@ -100,7 +100,7 @@ class Progress:
         is_open = stderr is not None and not getattr(stderr, "closed", False)
         is_terminal = is_open and hasattr(stderr, "isatty") and stderr.isatty()
         shown = is_terminal if show is None else is_open and show
-        self.is_shown = bool(shown)  # whether the bar is shown
+        self.is_shown = bool(shown)
         self._bar = tqdm(total=num_requests, desc="generate", unit="request", disable=not shown)
         self._num_tokens = 0
 

@@ -31,7 +31,7 @@ class Prefilling:
         self._max_tokens = max_tokens
         self._row_limit = row_limit
         self.sequences: list[Sequence] = []  # the residents that lack entries
-        self.is_tapped = bool(drafter.taps)  # whether the drafter has taps
+        self.is_tapped = bool(drafter.taps)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has joined, if it lacks entries: a prompt of one token does not."""

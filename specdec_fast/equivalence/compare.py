@@ -16,7 +16,7 @@ from specdec_fast.request.stopping import cut_emission
 class Divergence:
     """The first difference of one output."""
 
-    index: int  # index of the prompt
+    index: int
     # 0-based index of the first differing emitted token; the shorter length if one is a prefix of the other
     position: int
     # the reference's two best logits there. If they are nearly equal, rounding decided; if they are far apart,

@@ -25,9 +25,7 @@ Collect = Callable[[int, Tensor], None]
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Return the taps of EAGLE-3 for a target of ``num_layers`` layers: 2, L // 2, L - 3 (arXiv 2503.01840).
-
-    Raises ConfigError below 7 layers, where two are the same layer, or they are not in rising order.
+    """Return EAGLE-3's taps: 2, L // 2, L - 3 (arXiv 2503.01840). Raises ConfigError below 7 layers: they do not rise.
     """
     taps = (2, num_layers // 2, num_layers - 3)
     if not taps[0] < taps[1] < taps[2]:

@@ -72,10 +72,7 @@ class Op:
     benchmarks_of_rows: Callable[[Iterable[int]], Iterable[Case]] | None = None
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
-        """Import the backend's implementation, and add the argument check if ``check``.
-
-        Raises a BackendError that says why there is no such implementation, or why it cannot run here.
-        """
+        """Import an implementation, and add the argument check if ``check``; a BackendError says why there is none."""
         reason = self.why_unavailable(backend)
         if reason is not None:
             raise BackendError(f"backend {backend!r} cannot serve {self.name}: {reason}")

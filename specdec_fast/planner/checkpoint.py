@@ -56,10 +56,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
 
 
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
-    """Return what an engine of these arguments needs at least: weights, KV entries, and the logits of a step.
-
-    Raises ConfigError if the sizes of a checkpoint are unknown.
-    """
+    """Return what an engine needs at least: weights, KV entries, a step's logits; ConfigError if sizes are unknown."""
     dtype: Any = config.dtype
     sizes = checkpoint_sizes(target, dtype)
     of_draft = None if draft is None else _draft_part(checkpoint_sizes(draft, dtype), 0)

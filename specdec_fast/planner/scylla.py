@@ -83,8 +83,7 @@ def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:
 
 
 def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
-    """Fit the curves of a file: of ``"training_tokens"`` and ``"layers"`` to accepted tokens, of ``"batch_sizes"`` to
-    K.
+    """Fit the curves of a file: accepted tokens by ``"training_tokens"`` and ``"layers"``, K by ``"batch_sizes"``.
 
     Raises ConfigError for another name, or something that is not pairs of numbers. K is the best one of the batch size.
     """

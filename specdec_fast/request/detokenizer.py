@@ -31,10 +31,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @contextmanager
 def tokenizer_failures(kind: type[RequestError], what: str) -> Iterator[None]:
-    """Turn every failure of a tokenizer into an error of class ``kind``, of the one request for which it was called.
-
-    ``what`` begins the message.
-    """
+    """Turn every failure of a tokenizer into a RequestError of class ``kind``, whose message begins with ``what``."""
     try:
         yield
     except BaseException as error:
@@ -65,10 +62,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 def load_tokenizer(name: str | None) -> Any | None:
-    """Load the tokenizer in a model's folder; None if there is none, as for a model built in memory.
-
-    Raises ConfigError if it needs code of its own, which this library does not run without permission.
-    """
+    """Load the tokenizer in a model's folder; None if there is none. Raises ConfigError if it needs code of its own."""
     if not name:
         return None
     try:

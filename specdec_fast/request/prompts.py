@@ -92,10 +92,7 @@ def _without_padding(index: int, ids: Any, mask: Any) -> list[Any]:
 
 
 def as_list(value: Any) -> Any:
-    """Return a tensor or an array as nested lists, and any other value unchanged.
-
-    Raises ConfigError if it holds no values, like a tensor on the meta device.
-    """
+    """Return a tensor or an array as nested lists, other values unchanged. Raises ConfigError on the meta device."""
     try:
         return value.tolist() if hasattr(value, "tolist") else value
     except Exception as error:

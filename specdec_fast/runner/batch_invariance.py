@@ -40,9 +40,7 @@ _NUM_OTHERS = 3  # such sequences
 
 
 def make_deterministic(model: RaggedModel) -> None:
-    """Find and set the cheapest RowPadding with which each row's bits depend on its own sequence alone.
-
-    Raises DeterminismError if no padding makes the model batch-invariant on this machine.
+    """Set the cheapest RowPadding with which a row's bits depend on its own sequence alone, or raise DeterminismError.
     """
     for row_padding in _candidates(model):
         if _reproduces(model, row_padding):
@@ -107,7 +105,7 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
 def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:
     """Return whether the whole model gives one text the same logits in every way of computing it.
 
-    One row at a time, all ways are slow, and the same forwards: a short text, computed twice, suffices.
+    One row at a time, all ways are the same slow forwards, so a short text, computed twice, suffices.
     """
     text = _OTHER if row_padding.one_by_one else _TEXT
     length, other = (min(n, model.max_positions or n) for n in (text, _OTHER))

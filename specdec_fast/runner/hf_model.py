@@ -43,12 +43,12 @@ class HFModel:
     """
 
     def __init__(self, model: PreTrainedModel, ops: Ops, token_ids: Tensor) -> None:
-        self.model = model  # the model, as given
+        self.model = model
         self._ops = ops
-        self.config = model.config.get_text_config(decoder=True)  # config of its decoder
-        self.linears = Linears(model, ops)  # computes its linears during a forward
+        self.config = model.config.get_text_config(decoder=True)
+        self.linears = Linears(model, ops)
         self._expert_configs = expert_configs(model)
-        self.has_experts = bool(self._expert_configs)  # whether it has mixtures of experts
+        self.has_experts = bool(self._expert_configs)
         self._lock = lock_of(self.config)
         self.taps: Taps | None = None  # where its hidden states are read; None before ``use_taps``
         self._attached_by: int | None = None  # id of the thread inside `attached`
@@ -62,10 +62,7 @@ class HFModel:
         self.sliding_layers = sliding_layers(self.config, self.layout.num_layers)
 
     def use_taps(self, ids: tuple[int | str, ...]) -> None:
-        """Find where the taps ``ids`` are read, for forwards that want hidden states; () forgets them.
-
-        Raises UnsupportedModelError if the model has no such hidden states.
-        """
+        """Find where the taps ``ids`` are read, or raise UnsupportedModelError; () forgets them."""
         probe = probe_of(self.config.vocab_size, self.layout.device)
         with self._lock:
             layers = self.layout.num_layers

@@ -20,9 +20,9 @@ _TOKEN = -1  # marks the place of token ids
 
 @dataclass
 class _Choice:
-    num_tokens: int = 0  # its tokens
+    num_tokens: int = 0
     text_offset: int = 0  # characters of its tokens' texts, one by one, with the echoed prompt
-    has_begun: bool = False  # whether an event has been made
+    has_begun: bool = False
     # the last token whose text was made for log-probabilities, and that text alone; None before the first
     newest: tuple[int, str] | None = None
     # JSON of its later events around the text, and around the token ids if they are shown; None before them
@@ -55,10 +55,7 @@ class Answer(ABC):
         self._ids = bool(body.return_token_ids)
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
-        """Return the body of an answer; ``outputs`` has one per choice, in the order of ``RequestBody.requests``.
-
-        Raises the RequestError of the first output that has one.
-        """
+        """Return the body of an answer from the outputs of all choices; raise the error of the first that failed."""
         choices = []
         for index, output in enumerate(outputs):
             output.raise_for_error()

@@ -107,7 +107,7 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
 
 
 def _checked_names(names: Sequence[str], engine: AsyncEngine) -> tuple[str, ...]:
-    """Return the names of the model: those given, or the target's. One string would be a list of characters."""
+    """Return the names of the model: those given, or the target's. Raises ConfigError for one string."""
     if isinstance(names, str):
         raise ConfigError(f"model_names={names!r} is one string; expected a list of names: [{names!r}].")
     return tuple(names) or (str(engine.engine.describe()["target"]),)

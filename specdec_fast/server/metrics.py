@@ -20,10 +20,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """The metrics of one engine, with the label ``model_name``.
-
-    Gauges and counters are read from the engine when they are asked for; histograms count requests as they end.
-    """
+    """The metrics of one engine: gauges and counters are read when asked for, histograms count requests as they end."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._registry = CollectorRegistry()

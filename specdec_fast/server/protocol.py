@@ -49,10 +49,7 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """The fields that completions and chat have in common; those from ``top_k`` on are additions to OpenAI's API.
-
-    The additions have vLLM's names, except for ``num_draft_tokens``.
-    """
+    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, except ``num_draft_tokens``."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 

@@ -206,10 +206,7 @@ class AsyncEngine:
             counted.cancel()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request before the next step, with a RequestCancelledError, and return whether there was one.
-
-        Any thread may call.
-        """
+        """For any thread: end a request before the next step (RequestCancelledError); return whether there was one."""
         request = self._live.find(request_id)
         if request is not None:
             self._worker.end([request], RequestCancelledError("the request was cancelled; its tokens are kept."))

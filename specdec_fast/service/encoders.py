@@ -36,10 +36,7 @@ class UnreadPrompt:
         self.size = size_of(self._prompt, self._options)  # about how much work the prompt is (``size_of``)
 
     def read(self) -> Sequence:
-        """Encode the prompt into the sequence of its request, which has failed if the prompt is wrong.
-
-        Raises ConfigError if the prompt is none, or several.
-        """
+        """Encode the prompt into a sequence, which has failed if it is wrong. Raises ConfigError unless it is one."""
         prompts = as_prompt_list(self._prompt) or [self._prompt]
         if len(prompts) != 1:
             raise ConfigError(f"{len(prompts)} prompts in one request; expected one.")

@@ -45,10 +45,7 @@ class Worker:
         self._dropped: SimpleQueue[ServedRequest] = SimpleQueue()
 
     def start(self, request: ServedRequest, sequence: Sequence) -> None:
-        """For any thread: serve a request whose prompt is encoded, unless it has been dropped.
-
-        Raises RequestError if it was cancelled meanwhile.
-        """
+        """For any thread: serve an encoded request unless it was dropped. Raises RequestError if it was cancelled."""
         with self._lock:
             if request.error is not None:
                 raise request.error

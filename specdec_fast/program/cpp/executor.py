@@ -86,8 +86,7 @@ class Program(ForwardProgram):
         choice: TokenChoice,
         inputs: Tensor | Projection | None = None,
     ) -> Tensor:
-        """Run a draft model's forwards, each on the tokens chosen after the one before it. Errors are those of
-        ``__call__``.
+        """Run a draft model's forwards, each on the tokens chosen after the one before it; errors as in ``__call__``.
 
         If the rows take inputs, the hidden state of a sequence's last row is the input of its next one.
 
@@ -162,8 +161,7 @@ class Program(ForwardProgram):
     ) -> tuple[Tensor, list[list[int]], list[list[int]] | None, float]:
         """Run the target's forward over every sequence's last token and draft tokens, and choose a token at each row.
 
-        Errors are those of ``__call__``; a ValueError also if arguments do not fit together, or a child precedes its
-        parent.
+        Errors are those of ``__call__``; a ValueError also if arguments do not fit, or a child precedes its parent.
 
         Args:
             spans: the rows of ``B`` sequences, ``T`` in all.

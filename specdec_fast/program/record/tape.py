@@ -79,10 +79,7 @@ class Tape:
         return pairs
 
     def row_view(self, tensor: Tensor) -> RowView:
-        """Return the places of a tensor's numbers.
-
-        Raises NotLowerableError for integers of the batch, a constant, or what was changed through another tensor.
-        """
+        """Return the places of a tensor's numbers; NotLowerableError for integers, constants and outdated tensors."""
         value = self.value(tensor)
         if isinstance(value, RowView):
             return value

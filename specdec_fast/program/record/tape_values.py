@@ -18,7 +18,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Extent:
-    """One integer computed from all rows of the batch, of which a program knows only the bounds: the largest position.
+    """One integer computed from all rows of the batch, such as the largest position; a program knows only its bounds.
 
     Models ask whether a text is longer than some length. The answer is a constant if the bounds decide it.
     """
