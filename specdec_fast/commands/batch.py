@@ -113,8 +113,7 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
-    """Read and check a batch file, whose requests may give one of ``model_names``. Raises ConfigError if it is empty.
-    """
+    """Read and check a batch file, whose requests may give one of ``model_names``. Raises ConfigError if empty."""
     lines = []
     seen = set()
     for number, text in enumerate(read_lines(path), start=1):

@@ -125,8 +125,7 @@ def drafter_names() -> str:
 
 
 def expect_writable(path: Path) -> None:
-    """Raise ConfigError if a result cannot be written, before hours of decoding. A file made by the check is removed.
-    """
+    """Raise ConfigError if no result can be written, before hours of decoding; no file is left behind."""
     existed = path.exists()
     try:
         path.open("a").close()

@@ -109,8 +109,7 @@ def add_chat_template_option(parser: argparse.ArgumentParser) -> None:
 
 
 def read_chat_template(args: argparse.Namespace) -> str | None:
-    """Return the text of --chat-template; None without one. Raises ConfigError if it is no text, OSError if unreadable.
-    """
+    """Return the text of --chat-template; None without one. Raises ConfigError if it is no text, or OSError."""
     if args.chat_template is None:
         return None
     try:

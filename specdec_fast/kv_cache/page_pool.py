@@ -145,8 +145,7 @@ class PagePool:
         return max(0, self.num_pages_for(num_tokens) - len(self._pages_of[owner]))
 
     def allocate(self, owner: Hashable, num_tokens: int) -> None:
-        """Allocate the pages that ``owner`` lacks for ``num_tokens`` positions, or none and raise KVCacheTooSmallError.
-        """
+        """Allocate the pages that ``owner`` lacks for ``num_tokens`` positions, or raise KVCacheTooSmallError."""
         pages = self._pages_of[owner]
         if num_tokens <= len(pages) * self.page_size:
             return

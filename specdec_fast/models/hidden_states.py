@@ -25,8 +25,7 @@ Collect = Callable[[int, Tensor], None]
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's taps: 2, L // 2, L - 3 (arXiv 2503.01840). Raises ConfigError below 7 layers: they do not rise.
-    """
+    """Return EAGLE-3's taps: 2, L // 2, L - 3 (arXiv 2503.01840). Raises ConfigError below 7 layers."""
     taps = (2, num_layers // 2, num_layers - 3)
     if not taps[0] < taps[1] < taps[2]:
         raise ConfigError(
@@ -167,8 +166,7 @@ def _copied(hidden: Any) -> Any:
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Return the ``num_layers`` decoder layers of a causal model. Raises UnsupportedModelError if they are not found.
-    """
+    """Return the ``num_layers`` decoder layers of a causal model, or raise UnsupportedModelError."""
     return _decoder_layers(_decoder(model), num_layers)
 
 

@@ -34,8 +34,7 @@ ProbeForward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for a model that is no decoder, has layers that no pages serve, or too few positions.
-    """
+    """Raise UnsupportedModelError for no decoder, layers that pages do not serve, or too few positions for the checks."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")

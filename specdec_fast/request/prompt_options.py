@@ -102,8 +102,7 @@ _REQUEST_KEYWORDS = {parameter.name for parameter in fields(SamplingParams)}
 
 
 def unknown_keyword(name: str, known: Sequence[str]) -> ConfigError:
-    """Return the error of a keyword that a call does not have: where it belongs, or what is like it and the known ones.
-    """
+    """Return the error of a keyword that a call does not have: where it belongs, or similar and known ones."""
     if name in _REQUEST_KEYWORDS:
         return ConfigError(f"{name!r} belongs to a request; pass params=SamplingParams({name}=...).")
     close = difflib.get_close_matches(name, known, n=1)

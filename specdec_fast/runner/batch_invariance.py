@@ -40,8 +40,7 @@ _NUM_OTHERS = 3  # such sequences
 
 
 def make_deterministic(model: RaggedModel) -> None:
-    """Set the cheapest RowPadding with which a row's bits depend on its own sequence alone, or raise DeterminismError.
-    """
+    """Set the cheapest RowPadding with which a row's bits depend on its sequence alone, or raise DeterminismError."""
     for row_padding in _candidates(model):
         if _reproduces(model, row_padding):
             model.row_padding = row_padding

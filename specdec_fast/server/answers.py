@@ -80,8 +80,7 @@ class Answer(ABC):
         return body | ({"usage": None} if self.body.includes_usage else {})
 
     def event_json(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> str | None:
-        """Return ``event`` as JSON in ASCII. Most events differ in text and ids only; the rest is made once per choice.
-        """
+        """Return ``event`` as JSON in ASCII. Most events differ in text and ids only; the rest is made once."""
         state = self._choices.get(index)
         if state is None or not (state.has_begun and chunk.text) or chunk.finish_reason or chunk.logprobs is not None:
             event = self.event(index, chunk, prompt_ids)

@@ -136,8 +136,7 @@ _ADVICE = {
 
 
 def first_unsupported(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first of the fields that are not served that must be refused, with the reason; None if there is none.
-    """
+    """Return the first of the fields that are not served that must be refused, with the reason; None without one."""
     for name, value in fields.items():
         changes_nothing = value is None or value in UNSUPPORTED.get(name, (value,))
         if not changes_nothing and fields.get(_CHOICES.get(name, "")) != "none":

@@ -87,8 +87,7 @@ class LiveRequests:
         return len(self._requests)
 
     def enter(self, request: ServedRequest, request_id: str | None) -> None:
-        """Accept a request. Raises EngineOverloadedError if there are too many, ConfigError if a live one has its id.
-        """
+        """Accept a request. Raises EngineOverloadedError if there are too many, ConfigError if one has its id."""
         with self._lock:
             if len(self._requests) >= self.most_requests:
                 raise EngineOverloadedError(

@@ -118,8 +118,7 @@ def _with_beginnings(plan: Plan, launches: list[PlannedLaunch | FusedLinear], re
 def _with_beginning(
     plan: Plan, before: list[FusedLaunch], launch: PlannedLaunch | FusedLinear, readers: _Readers
 ) -> FusedLinear | None:
-    """Return linears that compute their vectors from what the fusion before reads, and nothing else may; None if not.
-    """
+    """Return linears that compute their vectors from what the fusion before reads, and nothing else; None if not."""
     steps = linears_of(launch)
     if not steps or not before or steps[0].weight.shape[1] > MOST_FEATURES:
         return None

@@ -31,8 +31,7 @@ class Expression(NamedTuple):
 
 
 class Pointers:
-    """The tensors that a kernel receives, in its order: each is a buffer, a constant, or the name of one of the batch.
-    """
+    """The tensors that a kernel receives, in its order: buffers, constants, or names of tensors of the batch."""
 
     def __init__(self) -> None:
         self.tensors: list[int | Tensor | str] = []

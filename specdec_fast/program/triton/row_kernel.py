@@ -54,8 +54,7 @@ class _Unit:
 
 
 def row_kernel(plan: Plan, fusion: RowFusion) -> RowKernel:
-    """Return the kernel of a fusion; NotEmittableError if a step reads what it has written (see ``launches.halves``).
-    """
+    """Return the kernel of a fusion; NotEmittableError if a step reads what it has written (``launches.halves``)."""
     row_sizes = row_sizes_of(plan, fusion)
     pointers = Pointers()
     body = ""
