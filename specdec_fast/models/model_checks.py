@@ -34,7 +34,7 @@ ProbeForward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for no decoder, layers that pages do not serve, or too few positions for the checks."""
+    """Raise UnsupportedModelError for no decoder, layers that pages do not serve, or too few positions to check."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
