@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -41,25 +41,12 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One set of arguments for tests and benchmarks."""
-
-    name: str  # id of the test
-    why: str  # the defect that this case would find; for a benchmark, the workload that it represents
-    # makes the keyword arguments from a seeded generator, a dtype and a device
-    make: Callable[[torch.Generator, torch.dtype, torch.device], dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Op:
     """One op, independent of its backends."""
 
     name: str  # the public name; a trailing underscore says that the op changes arguments in place
     implementations: Mapping[str, str]  # backend name to "module:function"; all have the oracle's signature
     check: Callable[..., None]  # raises on arguments outside the contract; called before every implementation
-    cases: Callable[[], Iterable[Case]]  # argument sets for which every implementation must agree with the oracle
-    benchmarks: Callable[[], Iterable[Case]]  # argument sets of the sizes of real models, for python -m bench.ops
-    bytes_moved: Callable[..., int]  # returns the least number of bytes to read and write, for given arguments
     exact: bool = True  # whether implementations must agree bit for bit (integers, copies) or within rounding
     # device type, and dtype if there is one, to the backends that "auto" chooses from, where the general order does not
     # hold
@@ -68,8 +55,6 @@ class Op:
     invariant: frozenset[str] = frozenset()
     # backends whose implementation gives a row of a tree the bits that it has alone in the chain of its path
     trees: frozenset[str] = frozenset()
-    # the same for given numbers of rows; None if rows are not what an op's sizes differ in
-    benchmarks_of_rows: Callable[[Iterable[int]], Iterable[Case]] | None = None
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
         """Import an implementation, and add the argument check if ``check``; a BackendError says why there is none."""
