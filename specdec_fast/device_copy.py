@@ -56,9 +56,9 @@ def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return where each of several arrays begins in one buffer, and the size of the buffer, all in bytes."""
     starts = []
     size = 0
-    for own in sizes:
+    for size_of_array in sizes:
         starts.append(size)
-        size += -(-own // _ALIGNMENT) * _ALIGNMENT
+        size += -(-size_of_array // _ALIGNMENT) * _ALIGNMENT
     return starts, size
 
 

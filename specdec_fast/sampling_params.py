@@ -238,8 +238,8 @@ def recommended_sampling(generation_config: Any) -> dict[str, Any]:
     As in vLLM, none of transformers' defaults is among them, and ``do_sample`` has no effect.
     """
     given = {} if generation_config is None else generation_config.to_diff_dict()
-    found = {name: given[name] for name in _RECOMMENDED if given.get(name) is not None}
-    return found | {"top_k": 0} if found.get("top_k") == -1 else found
+    recommended = {name: given[name] for name in _RECOMMENDED if given.get(name) is not None}
+    return recommended | {"top_k": 0} if recommended.get("top_k") == -1 else recommended
 
 
 def eos_ids(eos_token_id: Any) -> tuple[Any, ...]:

@@ -175,12 +175,12 @@ def _served(
     owners: list[BatchLine] = []
     missing: dict[int, int] = {}  # by number of the line
     for line in lines:
-        own = _choices(engine, line, defaults, options)
+        of_line = _choices(engine, line, defaults, options)
         if line.problem is not None:
             yield line, []
-        choices += own
-        owners += [line] * len(own)
-        missing[line.number] = len(own)
+        choices += of_line
+        owners += [line] * len(of_line)
+        missing[line.number] = len(of_line)
     outputs: dict[int, list[GenerationOutput]] = defaultdict(list)
     prompts = [prompt for prompt, _ in choices]
     params = [each for _, each in choices]
@@ -197,10 +197,10 @@ def _choices(
 ) -> list[tuple[list[int], SamplingParams]]:
     if engine is None or line.body is None or line.problem is not None:
         return []
-    own = line.body.prompt_options()
-    variables = {**options.get("chat_template_kwargs", {}), **own.get("chat_template_kwargs", {})}
+    requested = line.body.prompt_options()
+    variables = {**options.get("chat_template_kwargs", {}), **requested.get("chat_template_kwargs", {})}
     try:
-        merged = {**options, **own, "chat_template_kwargs": variables}
+        merged = {**options, **requested, "chat_template_kwargs": variables}
         ids = [engine.encode(prompt, **merged) for prompt in line.body.prompts]
         requests = line.body.requests(defaults)
         num_each = line.body.n or 1

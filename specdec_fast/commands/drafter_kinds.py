@@ -135,7 +135,7 @@ class _HeadsKind(DrafterKind):
         counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64, device="cpu")
         for token_ids, lengths, lesson in trainer.lessons(held_out):
             counts += hit_counts(trainer.module, lesson.features, token_ids, lengths, shape)
-        rates = [[round(n / max(1, own[0]), 4) for n in own[1:]] for own in counts.tolist()]
+        rates = [[round(n / max(1, of_depth[0]), 4) for n in of_depth[1:]] for of_depth in counts.tolist()]
         return rates, [list(path) for path in fit_tree(rates, self._num_nodes)] or [[0]]
 
 
@@ -200,8 +200,8 @@ class DFlashKind(DrafterKind):
             return {}
         total = torch.zeros(self.num_steps, 4, dtype=torch.float64, device="cpu")
         for token_ids, _, lesson in trainer.lessons(held_out):
-            found = confidence_report(self._module, token_ids, lesson, min(self.num_steps, token_ids.shape[1] - 2))
-            total[: len(found)] += found
+            hits = confidence_report(self._module, token_ids, lesson, min(self.num_steps, token_ids.shape[1] - 2))
+            total[: len(hits)] += hits
         names = ("estimated", "accepted", "squared_error")
         means = total[:, :3] / total[:, 3:].clamp(min=1)
         return {"confidence": [dict(zip(names, step, strict=True)) for step in means.tolist()]}

@@ -81,5 +81,5 @@ def agreements(
 
 def better(measured: list[Agreement]) -> Agreement | None:
     """Return the offset that agrees more often than offset 0 by more than three standard errors, the best; or None."""
-    own = next(each for each in measured if each.offset == 0)
-    return max((each for each in measured if each.is_above(own)), key=lambda each: each.rate, default=None)
+    unshifted = next(each for each in measured if each.offset == 0)
+    return max((each for each in measured if each.is_above(unshifted)), key=lambda each: each.rate, default=None)

@@ -253,11 +253,11 @@ class Engine:
         items = as_prompt_list(prompts)
         builder = self.request_builder()
         each = as_params_list(params, len(items))
-        seeds = [builder.seed(own) for own in each]
+        seeds = [builder.seed(request_params) for request_params in each]
 
         def sequences() -> Iterator[Sequence]:
-            for index, (prompt, own, seed) in enumerate(zip(items, each, seeds, strict=True)):
-                yield builder.build(index, prompt, own, options, seed)
+            for index, (prompt, request_params, seed) in enumerate(zip(items, each, seeds, strict=True)):
+                yield builder.build(index, prompt, request_params, options, seed)
 
         return sequences()
 

@@ -66,9 +66,9 @@ def row_counts(counts: tuple[int, ...]) -> RowCounts:
 @lru_cache(maxsize=256)
 def row_layout(counts: tuple[int, ...], device: torch.device) -> RowLayout:
     """Return the layout of row counts on a device. It is cached as well; callers must not modify it."""
-    own = row_counts(counts)
-    cu_seqlens = to_device(own.cu_seqlens.copy(), device)
-    return RowLayout(own, cu_seqlens, cu_seqlens[1:].long() - 1)
+    counted = row_counts(counts)
+    cu_seqlens = to_device(counted.cu_seqlens.copy(), device)
+    return RowLayout(counted, cu_seqlens, cu_seqlens[1:].long() - 1)
 
 
 def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[int] = 0) -> HostLayout:

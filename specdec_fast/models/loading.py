@@ -71,8 +71,8 @@ def why_unreadable(error: Exception) -> str:
     text = " ".join(str(error).split())
     if cause_shown(error) is not None:
         return text or type(error).__name__
-    found = re.search(r"GLOBAL (\S+)", text)
-    holds = f"it holds {found[1]}" if found else "it is damaged, or holds other things than tensors"
+    match = re.search(r"GLOBAL (\S+)", text)
+    holds = f"it holds {match[1]}" if match else "it is damaged, or holds other things than tensors"
     return f"{holds}, and only tensors are read, because other objects can run code"
 
 

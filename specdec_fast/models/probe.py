@@ -63,9 +63,9 @@ def _known_cause(model: nn.Module) -> str:
 
 def _innermost(model: nn.Module, error: Exception) -> str:
     names = {id(module): name for name, module in model.named_modules()}
-    found = ""
+    innermost = ""
     step = error.__traceback__
     while step is not None:
-        found = names.get(id(step.tb_frame.f_locals.get("self")), "") or found
+        innermost = names.get(id(step.tb_frame.f_locals.get("self")), "") or innermost
         step = step.tb_next
-    return found
+    return innermost

@@ -29,8 +29,8 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
             if not 0 <= expert < len(weight):
                 raise IndexError(f"expert_ids has a {expert}; there are {len(weight)} experts")
             line = rows[row, choice if rows.shape[1] == num_choices else 0].clone()
-            own_bias = None if bias is None else bias[expert]
-            out[row, choice] = torch.nn.functional.linear(line[None], weight[expert], own_bias)[0]
+            expert_bias = None if bias is None else bias[expert]
+            out[row, choice] = torch.nn.functional.linear(line[None], weight[expert], expert_bias)[0]
     return out
 
 

@@ -137,9 +137,9 @@ def _check_parents(parents: Tensor, cu_seqlens: Tensor) -> None:
     if parents.device.type != "cpu":
         return
     for start, stop in pairwise(cu_seqlens.tolist()):
-        own = parents[start:stop].tolist()
-        is_tree = own[0] == -1 and all(0 <= parent < row for row, parent in enumerate(own[1:], start=1))
-        expect(is_tree, f"parents of a sequence are {own}; expected -1, and then earlier rows of that sequence.")
+        above = parents[start:stop].tolist()
+        is_tree = above[0] == -1 and all(0 <= parent < row for row, parent in enumerate(above[1:], start=1))
+        expect(is_tree, f"parents of a sequence are {above}; expected -1, and then earlier rows of that sequence.")
 
 
 def _check_sampling(sampling: Sampling, batch_size: int, device: torch.device) -> None:

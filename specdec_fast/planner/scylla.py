@@ -66,10 +66,10 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
             f"y={list(y)}."
         )
     with np.errstate(all="ignore"):
-        found = _least_squares(transform(xs), ys)
-    if found is None or not np.isfinite(found).all():
+        fitted = _least_squares(transform(xs), ys)
+    if fitted is None or not np.isfinite(fitted).all():
         raise ConfigError(f"no line can be fitted to x={list(x)}, y={list(y)}; expected numbers of usual sizes.")
-    return found
+    return fitted
 
 
 def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:

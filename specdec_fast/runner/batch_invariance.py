@@ -80,13 +80,13 @@ def _why_mixing(model: RaggedModel) -> str | None:
     counts = sizes_of_rows(model.model, most=min(_TEXT, model.max_positions or _TEXT))
     if counts is None:
         return "nearly every number of rows that could be tried divides one of its sizes"
-    found = None
+    mixing = None
     for model.hf.linears.sees_all in (False, True):
-        found = _mixing(model, *counts)
-        if found is None:
+        mixing = _mixing(model, *counts)
+        if mixing is None:
             return None
     model.hf.linears.sees_all = False
-    return found
+    return mixing
 
 
 def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
@@ -137,14 +137,14 @@ def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[list[Row
     for number, owner in enumerate(sorted(owners, key=str, reverse=True)):  # the text is number 0 in every way
         pool.add(owner)
         owners[owner] = number
-    found = []
+    of_text = []
     for spans in forwards:
         ids = [_tokens(owners[owner], model.vocab_size)[start : start + count] for owner, start, count in spans]
         token_ids = torch.cat(ids).to(model.layout.device)
         logits = model.forward(lay_out(pool, spans, token_ids), pool)
         pieces = logits.split([count for _, _, count in spans])
-        found += [piece for piece, (owner, _, _) in zip(pieces, spans, strict=True) if owner == "text"]
-    return torch.cat(found)
+        of_text += [piece for piece, (owner, _, _) in zip(pieces, spans, strict=True) if owner == "text"]
+    return torch.cat(of_text)
 
 
 def _tokens(seed: int, vocab_size: int) -> Tensor:

@@ -36,11 +36,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes of each storage, by its address; on the meta device, which has none, by the tensor's id."""
-    found = {}
+    sizes = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[id(tensor) if tensor.is_meta else storage.data_ptr()] = storage.nbytes()
-    return found
+        sizes[id(tensor) if tensor.is_meta else storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def logits_bytes(model: RaggedModel) -> int:

@@ -33,17 +33,17 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     pool = PagePool(model.layout, num_owners * (context + model.page_size), model.page_size, model.row_padding)
     for owner in range(num_owners):
         pool.add(owner)
-    found: dict[int, float] = {}
+    least: dict[int, float] = {}
     _forward(model, pool, max(row_counts), num_owners, context)
     deadline = float("inf")
     for repeat in range(REPEATS):  # in rounds, so that a busy moment of the machine affects each count at most once
         for count in sorted(row_counts):
             if perf_counter() < deadline:
                 seconds = _forward(model, pool, count, num_owners, context)
-                found[count] = min(found.get(count, float("inf")), seconds)
+                least[count] = min(least.get(count, float("inf")), seconds)
         if not repeat:  # a busy moment in the first round does not use up the time of the repeats, which correct it
-            deadline = perf_counter() + max(_BUDGET_SECONDS, _BUDGET_SHARE * sum(found.values()))
-    return found
+            deadline = perf_counter() + max(_BUDGET_SECONDS, _BUDGET_SHARE * sum(least.values()))
+    return least
 
 
 def proposal_seconds(measure: Callable[[int], float]) -> tuple[float, float]:

@@ -67,8 +67,8 @@ def check_reproduces(
                 f"distance {distance:.1e}, bound {bound:.1e}): {why_not_reproduced(hf.dense_logits, token_ids, bound)}."
             )
         if reference is not None and reference_pool is not None:
-            own = reference(lay_out(reference_pool, rows, token_ids[positions]), reference_pool).float()
-            distance = float(_distances(ragged, own).max())
+            rounded = reference(lay_out(reference_pool, rows, token_ids[positions]), reference_pool).float()
+            distance = float(_distances(ragged, rounded).max())
             if not distance <= bound:
                 raise UnsupportedModelError(
                     f"the program of {name} computes other {results} of a row than PyTorch (relative distance "
@@ -76,12 +76,12 @@ def check_reproduces(
                 )
 
 
-def _distances(found: Tensor, expected: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
+def _distances(computed: Tensor, expected: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
     """Return the relative L2 distance of every row, ``[T]`` or ``[T, taps]``; or over the rows too.
 
     An infinity is at no distance from itself: some models give excluded tokens a logit of -inf. A row may be all zeros.
     """
-    is_same = found.isinf() & (found == expected)
-    found = found.masked_fill(is_same, 0)
+    is_same = computed.isinf() & (computed == expected)
+    computed = computed.masked_fill(is_same, 0)
     expected = expected.masked_fill(is_same, 0)
-    return (found - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)
+    return (computed - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)

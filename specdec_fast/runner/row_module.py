@@ -150,11 +150,11 @@ class RowModule:
             size = (len(token_ids), self.function.input_size)
             inputs = torch.linspace(-1, 1, size[0] * size[1], device=layout.device).sin().to(layout.dtype).view(size)
             expected = self.function.run(self._ops, pools[0], eager, inputs, eager.last_rows)
-            found = self._run(programs, pools[1], compiled, inputs, compiled.last_rows)
-            for own, other in zip(found, expected, strict=True):
-                if own is None or other is None:
+            computed = self._run(programs, pools[1], compiled, inputs, compiled.last_rows)
+            for result, other in zip(computed, expected, strict=True):
+                if result is None or other is None:
                     continue
-                distance = float((own.float() - other.float()).norm() / other.float().norm())
+                distance = float((result.float() - other.float()).norm() / other.float().norm())
                 if not distance <= torch.finfo(layout.dtype).eps ** 0.5:
                     raise NotLowerableError(
                         f"its program does not reproduce PyTorch (relative distance {distance:.1e})"

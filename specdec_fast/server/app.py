@@ -200,8 +200,8 @@ class _Api:
                 return problem_response(Problem(400, message))
             requests = body.requests(self._default_params)
             if len(requests) > 1:  # choices that never fit together would be answered with 429 again and again
-                own = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
-                await self._engine.expect_budget(own, timeout=self._timeout, **body.prompt_options())
+                prompts = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
+                await self._engine.expect_budget(prompts, timeout=self._timeout, **body.prompt_options())
             if body.stream:
                 return await self._stream(answer, requests)
             return await self._whole(answer, requests, request)

@@ -200,8 +200,8 @@ class ChatBody(RequestBody):
 
     def prompt_options(self) -> dict[str, Any]:
         names = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-        own = {name: getattr(self, name) for name in names}
-        return super().prompt_options() | {name: value for name, value in own.items() if value is not None}
+        options = {name: getattr(self, name) for name in names}
+        return super().prompt_options() | {name: value for name, value in options.items() if value is not None}
 
     def _check_own(self) -> None:
         if self.top_logprobs:

@@ -55,13 +55,13 @@ def _is_own(tape: Tape, view: RowView, tensor: Tensor) -> bool:
 def _repeats(view: RowView, tensor: Tensor) -> bool:
     """Return whether numbers that have memory of their own are one number of the buffer."""
     axes = zip(view.sizes, view.strides, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 != own for size, stride, own in axes)
+    return any(size > 1 and stride == 0 != memory_stride for size, stride, memory_stride in axes)
 
 
 def _keep_copies(tape: Tape, view: RowView, tensor: Tensor) -> None:
     """Give tensors of the buffer, but of other memory, a buffer of their own, because this one will change."""
-    own = {id(each) for each, _ in tape.of_memory(tensor)}
-    copies = [each for each in tape.of_buffer(view.buffer) if id(each[0]) not in own]
+    of_memory = {id(each) for each, _ in tape.of_memory(tensor)}
+    copies = [each for each in tape.of_buffer(view.buffer) if id(each[0]) not in of_memory]
     if not copies:
         return
     size = tape.buffers[view.buffer].size

@@ -175,8 +175,8 @@ def _max_of_vectors(
     view, place = _first_largest(tape, "max", source, axis)
     largest = tape.fresh(view.domain, view.axis, place.sizes, source.dtype)
     tape.row_op("gather", [view, place], largest)
-    for tensor, own in zip(result, (largest, place), strict=True):
-        tape.bind(tensor, own if keepdim else own.without(-1, 0))
+    for tensor, value in zip(result, (largest, place), strict=True):
+        tape.bind(tensor, value if keepdim else value.without(-1, 0))
 
 
 @LOWERED.entry("argmax.default")

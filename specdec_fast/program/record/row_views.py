@@ -75,8 +75,8 @@ class RowView:
     def viewed(self, axis: int, sizes: tuple[int, ...]) -> RowView | None:
         """Return ``tensor.view(...)``, or None if numbers would have to be moved."""
         pieces = []
-        own = (slice(0, self.axis), slice(self.axis + 1, None))
-        for mine, other in zip(own, (slice(0, axis), slice(axis + 1, None)), strict=True):
+        of_self = (slice(0, self.axis), slice(self.axis + 1, None))
+        for mine, other in zip(of_self, (slice(0, axis), slice(axis + 1, None)), strict=True):
             strides = _view_strides(self.sizes[mine], self.strides[mine], sizes[other])
             if strides is None:
                 return None
@@ -139,11 +139,11 @@ def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[t
     for d, size in enumerate(shape):
         if size == 1:
             continue
-        own = tuple(each[d] for each in strides)
-        if axes and all(before == size * now for before, now in zip(axes[-1][1], own, strict=True)):
-            axes[-1] = (axes[-1][0] * size, own)
+        step = tuple(each[d] for each in strides)
+        if axes and all(before == size * now for before, now in zip(axes[-1][1], step, strict=True)):
+            axes[-1] = (axes[-1][0] * size, step)
         else:
-            axes.append((size, own))
+            axes.append((size, step))
     if not axes:
         axes = [(1, (0,) * len(strides))]
-    return tuple(size for size, _ in axes), [tuple(own[i] for _, own in axes) for i in range(len(strides))]
+    return tuple(size for size, _ in axes), [tuple(step[i] for _, step in axes) for i in range(len(strides))]

@@ -154,15 +154,15 @@ class Tape:
         if common[-1] != shape:
             raise NotLowerableError(f"{code} gives a shape {list(sizes[-1])} from one of {list(shape)}")
         strides = [strides_of(each, shape, rank) for each in views]
-        head, own = collapsed(shape, [each[: len(shape)] for each in strides])
+        head, collapsed_strides = collapsed(shape, [each[: len(shape)] for each in strides])
         lengths = [head[-1]] * len(views)
         if over_vectors:
             lengths = lengths_of(views, sizes)
             head = (*head, lengths[0])
-            own = [(*o, s[-1]) for o, s in zip(own, strides, strict=True)]
+            collapsed_strides = [(*o, s[-1]) for o, s in zip(collapsed_strides, strides, strict=True)]
         if len(head) > MAX_RANK:
             raise NotLowerableError(f"{code} over more than {MAX_RANK} axes")
-        operands = [operand_of(*each) for each in zip(views, own, lengths, strict=True)]
+        operands = [operand_of(*each) for each in zip(views, collapsed_strides, lengths, strict=True)]
         self.instructions.append(RowOp(code, head, tuple(operands[:-1]), operands[-1], **more))
 
     def _of_one_row(self, constant: Tensor, out: RowView) -> Tensor:

@@ -86,7 +86,7 @@ class Place:
 
     def times(self, factor: int) -> Place:
         """Return the product with a number that is not negative."""
-        return Place(self.constant * factor, _ordered({axis: own * factor for axis, own in self.terms}))
+        return Place(self.constant * factor, _ordered({axis: coefficient * factor for axis, coefficient in self.terms}))
 
     def replaced(self, axis: Axis, by: Place) -> Place:
         """Return it with ``by`` in the place of an axis."""
