@@ -33,7 +33,7 @@ from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, Limits, size_o
 from specdec_fast.runner.graphs.capture import Capture, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 from specdec_fast.runner.graphs.sides import Choices, drafting_loop, verification
-from specdec_fast.runner.graphs.store import GraphStore, GraphSpec, Recorded
+from specdec_fast.runner.graphs.store import GraphSpec, GraphStore, Recorded
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 
