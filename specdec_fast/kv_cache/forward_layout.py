@@ -1,7 +1,8 @@
 """The layout of a forward's rows on the pages of a pool: positions, slots, block tables, spans.
 
 The layout is read from two arrays of the pool: the block tables, and the slot of every position. The forwards of one
-drafting loop are laid out together. Tensors that depend on row counts only are cached and shared.
+drafting loop are laid out together. Tensors that depend on row counts only are cached and shared. Pages are allocated
+for new positions, or KVCacheTooSmallError is raised.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
     """Lay out one forward, and allocate the pages that its new positions need; see ``lay_out``.
 
     ``ahead`` may differ between sequences. Then all of them have block tables for the largest one; what lies behind a
-    sequence's own pages is the scratch page. Raises KVCacheTooSmallError if too few pages are free.
+    sequence's own pages is the scratch page.
     """
     places = []
     ends = []
@@ -98,8 +99,6 @@ def lay_out(
 ) -> RaggedBatch:
     """Lay out one forward, and allocate the pages that its new positions need.
 
-    Raises KVCacheTooSmallError if too few pages are free.
-
     Args:
         pool: has the owners of ``rows``.
         rows: the span of each sequence, in batch order.
@@ -121,7 +120,7 @@ def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> l
 
     The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout. The first
     one has the spans ``rows``, in batch order; every later one has one row per span. There is one function per forward:
-    called with the keyword ``token_ids``, ``[T]``, it returns the batch. May raise KVCacheTooSmallError.
+    called with the keyword ``token_ids``, ``[T]``, it returns the batch.
     """
     later = num_forwards - 1
     first, place, end, table = _laid_out(pool, rows, later)

@@ -43,6 +43,7 @@ class PagePool:
     """Pages of one model's KV cache, allocated as their owners grow and freed when these leave.
 
     The pool promises an owner only the pages that it holds; ``engine/residents.py`` makes room before each step.
+    Whatever allocates pages raises KVCacheTooSmallError if too few are free, and allocates none then.
 
     Attributes:
         layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
@@ -145,7 +146,7 @@ class PagePool:
         return max(0, self.num_pages_for(num_tokens) - len(self._pages_of[owner]))
 
     def allocate(self, owner: Hashable, num_tokens: int) -> None:
-        """Allocate the pages that ``owner`` lacks for ``num_tokens`` positions, or raise KVCacheTooSmallError."""
+        """Allocate the pages that ``owner`` lacks for its first ``num_tokens`` positions."""
         pages = self._pages_of[owner]
         if num_tokens <= len(pages) * self.page_size:
             return
@@ -168,7 +169,7 @@ class PagePool:
         """Allocate the pages that one forward's new positions need; a program will lay the rows out.
 
         ``rows`` has each sequence's span, in batch order. ``ahead`` is, per span, the number of positions after it that
-        get pages as well; None: 0 for all. Raises KVCacheTooSmallError if too few pages are free.
+        get pages as well; None: 0 for all.
         """
         spans = []
         for i, (owner, start, count) in enumerate(rows):

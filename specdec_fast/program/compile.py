@@ -88,9 +88,6 @@ def compile_forward(
         tapped: collects the hidden states that are further outputs of the program; None: it has none, and is the same
             except for the copies of the taps.
         max_positions: the program will compute positions below it only; None: any.
-
-    Raises:
-        NotLowerableError: the model does something that a program cannot express.
     """
     hooked = hooked_class(model)
     if hooked is not None:
@@ -114,7 +111,7 @@ def compile_forward(
 
 @torch.inference_mode()
 def compile_rows(function: RowFunction, ops: Ops) -> Plan:
-    """Record a function of rows with the given ops, and plan its program. Raises NotLowerableError if it cannot."""
+    """Record a function of rows with the given ops, and plan its program."""
     layout = function.layout
 
     def run(recorder: Recorder, pool: PagePool, batch: RaggedBatch, logit_rows: Tensor) -> tuple[Tensor, list[int]]:

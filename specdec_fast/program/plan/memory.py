@@ -89,8 +89,7 @@ def placed(
     from the next step on, and a thread's own memory from the next operation on.
 
     Args:
-        instructions: in the order in which they run.
-        buffers: all buffers.
+        instructions, buffers: all, in the order in which they run.
         logits: the buffer of the logits.
         taps: the buffers of the taps, in their order; a row of the hidden states has one after the other.
         inputs: the buffer of what the rows take besides their tokens, which is read only; None: nothing.

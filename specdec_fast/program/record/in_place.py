@@ -32,10 +32,7 @@ def changed_in_place(tape: Tape, tensor: Tensor, before: Value | None) -> None:
 
 
 def writable(tape: Tape, tensor: Tensor) -> RowView:
-    """Return the places of a tensor's numbers, so that an operation can write there.
-
-    Raises NotLowerableError if the tensors of its memory are not in one buffer, or in that of the inputs.
-    """
+    """Return the places of a tensor's numbers for writing: its memory is in one buffer, other than the inputs'."""
     view = tape.row_view(tensor)
     if not _is_own(tape, view, tensor):
         raise NotLowerableError("numbers are overwritten that are not in one buffer")

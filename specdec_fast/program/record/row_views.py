@@ -95,10 +95,7 @@ def dense(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> int:
-    """Return the axis of ``shape`` that counts the rows: ``before`` numbers are before it, ``after`` numbers after it.
-
-    Raises NotLowerableError if no axis does, because rows have been merged with another axis.
-    """
+    """Return the axis of ``shape`` that counts the rows: ``before`` numbers are before it, ``after`` after it."""
     for axis, size in enumerate(shape):
         if size == num_rows and prod(shape[:axis]) == before and prod(shape[axis + 1 :]) == after:
             return axis

@@ -79,7 +79,7 @@ class Tape:
         return pairs
 
     def row_view(self, tensor: Tensor) -> RowView:
-        """Return the places of a tensor's numbers; NotLowerableError for integers, constants and outdated tensors."""
+        """Return the places of a tensor's numbers; it is neither the batch's integers, nor a constant, nor outdated."""
         value = self.value(tensor)
         if isinstance(value, RowView):
             return value

@@ -37,15 +37,12 @@ Prepared = tuple[RowFusion, RowKernel] | Shared | FusedLinear | EitherWay
 
 
 def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
-    """Return the launches of a plan, with the kernels of its fusions. Raises NotLowerableError as ``with_kernels``."""
+    """Return the launches of a plan, with the kernels of its fusions."""
     return with_kernels(plan, fused_launches_of(plan) if fuses_linears else launches_of(plan))
 
 
 def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
-    """Return launches with the kernels of their fusions; a fusion that must read what it has written becomes two.
-
-    Raises NotLowerableError if an instruction has no counterpart in Triton.
-    """
+    """Return launches with the kernels of their fusions; a fusion that must read what it has written becomes two."""
     waiting: list[FusedLaunch] = [*launches][::-1]
     prepared: list[Prepared] = []
     while waiting:
