@@ -129,8 +129,8 @@ def _with_beginning(
     if len(fusion.stored) != 1 or len(before) != (1 if gather is None else 2):
         return None
     chain = [*fusion.stored] if gather is None else [*fusion.stored, gather.out]
-    fused = {id(step) for step in steps}
-    expected = [fused] if gather is None else [{id(gather)}, fused]
+    step_ids = {id(step) for step in steps}
+    expected = [step_ids] if gather is None else [{id(gather)}, step_ids]
     if chain[-1] != steps[0].source or not all(_is_internal(plan, each, readers) for each in chain):
         return None
     if any(readers[each] != ids for each, ids in zip(chain, expected, strict=True)):

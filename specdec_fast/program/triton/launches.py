@@ -80,9 +80,9 @@ def launches_of(plan: Plan) -> list[PlannedLaunch]:
 
 def fusion_of(plan: Plan, domain: int, steps: Sequence[RowOp | Append], readers: dict[int, set[int]]) -> RowFusion:
     """Return the fusion of some steps; ``readers`` are the ids of the instructions that read each buffer."""
-    fused = {id(step) for step in steps}
+    step_ids = {id(step) for step in steps}
     written = {buffer for step in steps for buffer in step.writes}
-    stored = {b for b in written if readers.get(b, set()) - fused or plan.buffers[b].place not in (ARENA, SCRATCH)}
+    stored = {b for b in written if readers.get(b, set()) - step_ids or plan.buffers[b].place not in (ARENA, SCRATCH)}
     return RowFusion(domain, tuple(steps), frozenset(stored))
 
 

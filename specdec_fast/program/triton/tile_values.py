@@ -51,14 +51,14 @@ class TileValues(Values):
         registers: Mapping[tuple[int, int], str] | None = None,
     ) -> None:
         super().__init__(steps, pointers, row_sizes)
-        self.axis = axis
+        self.only_axis = axis
         self.names = names
         self._registers = registers or {}
         self.loaded: set[int] = set()  # buffers that the code reads from memory
         self.share(axis)
 
     def axis(self, axis: Axis, among: tuple[Axis, ...]) -> str:
-        if axis is not self.axis:
+        if axis is not self.only_axis:
             raise NotEmittableError(-1, "a number depends on an axis that the tile does not have")
         return self.names.part
 
@@ -66,9 +66,9 @@ class TileValues(Values):
         """Return numbers in memory, or those that the kernel has computed, as fp32."""
         if isinstance(source, int) and any(source == buffer for buffer, _ in self._registers):
             name = self._registers.get((source, place.constant))
-            if name is None or place.terms != ((self.axis, 1),):
+            if name is None or place.terms != ((self.only_axis, 1),):
                 raise NotEmittableError(-1, "a linear's outputs are read in another order")
-            return Expression(name, (self.axis,))
+            return Expression(name, (self.only_axis,))
         if isinstance(source, int):
             self.loaded.add(source)
             return self.load_rows(source, place)
@@ -118,16 +118,16 @@ class WholeRows(TileValues):
     def load_rows(self, buffer: int, place: Place) -> Expression:
         if not place.axes:
             return super().load_rows(buffer, place)
-        if place.terms != ((self.axis, 1),):
+        if place.terms != ((self.only_axis, 1),):
             raise NotEmittableError(-1, "the numbers of a row do not lie next to each other")
         row_at = f"{self.names.row} * {self.row_sizes[buffer]}"
         pointer = f"{self.pointers.name(buffer)} + {place.constant}" if place.constant else self.pointers.name(buffer)
         return self.line(
-            f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.axis,)
+            f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.only_axis,)
         )
 
     def over(self, axis: Axis, how: str, value: Expression, axes: tuple[Axis, ...]) -> Expression:
-        if value.axes != (self.axis,):
+        if value.axes != (self.only_axis,):
             raise NotEmittableError(-1, "a sum over numbers that repeat")
         text = value.text
         if axis.size % padded(axis):
@@ -145,7 +145,7 @@ class WithStatistics(TileValues):
     prefix = "y"
 
     def __init__(self, whole: WholeRows, names: TileNames) -> None:
-        super().__init__(whole.steps, whole.pointers, whole.row_sizes, whole.axis, names)
+        super().__init__(whole.steps, whole.pointers, whole.row_sizes, whole.only_axis, names)
         self._whole = whole
         self.collected: dict[str, str] = {}
 
