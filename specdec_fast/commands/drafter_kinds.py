@@ -35,11 +35,7 @@ _MOST_RANKS = 10
 
 
 class DrafterKind(ABC):
-    """One kind of drafter for a target, from the options of one call; those of other kinds are refused.
-
-    Raises:
-        ConfigError: the options do not fit the kind or the target.
-    """
+    """One kind of drafter, from the options of one call; ConfigError if they do not fit the kind or the target."""
 
     options: tuple[str, ...] = ()
     loss: Loss = staticmethod(loss_of)
@@ -135,12 +131,11 @@ class _HeadsKind(DrafterKind):
         return Teacher(self._target, (self._config.num_hidden_layers,), None)
 
     def _fitted(self, trainer: Trainer, held_out: list[Tensor]) -> tuple[list[list[float]], list[list[int]]]:
-        """Return the hit rates on the texts that were held out, by depth and rank, and the tree that is fitted."""
         shape = [self._num_heads, min(_MOST_RANKS, self._config.vocab_size)]
         counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64, device="cpu")
         for token_ids, lengths, lesson in trainer.lessons(held_out):
             counts += hit_counts(trainer.module, lesson.features, token_ids, lengths, shape)
-        rates = [[round(n / max(1, own[0]), 4) for n in own[1:]] for own in counts.tolist()]
+        rates = [[round(n / max(1, of_depth[0]), 4) for n in of_depth[1:]] for of_depth in counts.tolist()]
         return rates, [list(path) for path in fit_tree(rates, self._num_nodes)] or [[0]]
 
 
@@ -152,7 +147,6 @@ class MedusaKind(_HeadsKind):
         return self._module, self._teacher()
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Fit the tree, and write the hub's format."""
         rates, choices = self._fitted(trainer, held_out)
         save_heads(self._module, folder, choices)
         return {"hit_rates": rates, "choices": choices}
@@ -168,7 +162,6 @@ class CloverKind(_HeadsKind):
         return self._module, self._teacher()
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Fit the tree, and write this project's format."""
         rates, choices = self._fitted(trainer, held_out)
         save_clover(self._module, folder, choices)
         return {"hit_rates": rates, "choices": choices}
@@ -207,8 +200,8 @@ class DFlashKind(DrafterKind):
             return {}
         total = torch.zeros(self.num_steps, 4, dtype=torch.float64, device="cpu")
         for token_ids, _, lesson in trainer.lessons(held_out):
-            found = confidence_report(self._module, token_ids, lesson, min(self.num_steps, token_ids.shape[1] - 2))
-            total[: len(found)] += found
+            hits = confidence_report(self._module, token_ids, lesson, min(self.num_steps, token_ids.shape[1] - 2))
+            total[: len(hits)] += hits
         names = ("estimated", "accepted", "squared_error")
         means = total[:, :3] / total[:, 3:].clamp(min=1)
         return {"confidence": [dict(zip(names, step, strict=True)) for step in means.tolist()]}

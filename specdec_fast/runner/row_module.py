@@ -30,28 +30,20 @@ _PROBED = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)
 class RowModule:
     """Computes a ``RowFunction``: the logits of some rows, and the hidden states of all.
 
-    Args:
-        function: what it computes. It is recorded as it is: later changes of weights in place take effect.
-        ops: compute it where no program does.
-        page_size: of the probes.
-        enforce_eager: whether PyTorch must run it.
-
-    Attributes:
-        program: runs it, and chains and trees of rows in one call; None on a GPU, or if PyTorch runs it.
-        device_program: runs it on a GPU; None elsewhere, or if PyTorch runs it.
-        why_no_program: the reason why PyTorch runs it; None if a program does.
-
+    The function is recorded as it is: later changes of weights in place take effect. ``ops`` compute it where no
+    program does; ``page_size`` is that of the probes; with ``enforce_eager``, PyTorch must run it.
     """
 
     def __init__(self, function: RowFunction, ops: Ops, page_size: int, enforce_eager: bool = False) -> None:
         self.function = function
         self._ops = ops
+        # runs it, and chains and trees of rows in one call; None on a GPU, or if PyTorch runs it
         self.program: ForwardProgram | None = None
-        self.device_program: DeviceProgram | None = None
+        self.device_program: DeviceProgram | None = None  # runs it on a GPU; None elsewhere, or if PyTorch runs it
         executor, self.why_no_program = executor_for(ops, function.layout.device)
         if enforce_eager:
             executor = None
-            self.why_no_program = "enforce_eager=True"
+            self.why_no_program = "enforce_eager=True"  # the reason why PyTorch runs it; None if a program does
         if executor is None:
             return
         try:
@@ -71,7 +63,7 @@ class RowModule:
     def __call__(
         self, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute rows of a function that returns hidden states, and write their KV entries.
+        """Compute rows of a function that returns hidden states, and write their KV entries to the function's pages.
 
         Args:
             pool: pages of the function's layout.
@@ -81,7 +73,6 @@ class RowModule:
 
         Returns:
             Logits ``[R, vocab_size]`` and hidden states ``[T, hidden_size]``.
-
         """
         if self.has_program:
             programs = Programs(self.program, self.device_program)
@@ -102,8 +93,7 @@ class RowModule:
     ) -> Tensor:
         """Draft a chain for each sequence in one call of the program, which must not be None.
 
-        Every row after the first forward takes the token that was chosen before it, and the hidden state of the row
-        before it as its input.
+        The inputs of a later row are the token chosen before it, and the hidden state of the row before it.
 
         Args:
             pool: pages, with enough free ones for all positions of the step.
@@ -115,7 +105,6 @@ class RowModule:
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
-
         """
         assert self.program is not None
         spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
@@ -130,13 +119,9 @@ class RowModule:
         rules: TreeRules,
         choice: TokenChoice,
     ) -> DraftedTrees:
-        """Draft a tree for each sequence in one call of the program, which must not be None.
+        """Draft a tree for each sequence in one call of the program, which must not be None; it grows by ``rules``.
 
-        Args:
-            pool: pages, with enough free ones for the rows and ``rules.num_nodes`` positions behind them.
-            rows, token_ids, inputs, choice: as in ``draft``.
-            rules: how the trees grow.
-
+        Arguments are as in ``draft``; there are pages for the rows and ``rules.num_nodes`` positions behind them.
         """
         assert self.program is not None
         spans = pool.spans(rows, ahead=rules.num_nodes)
@@ -165,11 +150,11 @@ class RowModule:
             size = (len(token_ids), self.function.input_size)
             inputs = torch.linspace(-1, 1, size[0] * size[1], device=layout.device).sin().to(layout.dtype).view(size)
             expected = self.function.run(self._ops, pools[0], eager, inputs, eager.last_rows)
-            found = self._run(programs, pools[1], compiled, inputs, compiled.last_rows)
-            for own, other in zip(found, expected, strict=True):
-                if own is None or other is None:
+            computed = self._run(programs, pools[1], compiled, inputs, compiled.last_rows)
+            for result, other in zip(computed, expected, strict=True):
+                if result is None or other is None:
                     continue
-                distance = float((own.float() - other.float()).norm() / other.float().norm())
+                distance = float((result.float() - other.float()).norm() / other.float().norm())
                 if not distance <= torch.finfo(layout.dtype).eps ** 0.5:
                     raise NotLowerableError(
                         f"its program does not reproduce PyTorch (relative distance {distance:.1e})"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from specdec_fast.ops.paged_attention import _Shape
+from bench.op_cases.paged_attention import PagedShape
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import paged_attention as module
 from support.triton_attention import attention, launches, make
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 
 def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
-    wide = make(_Shape((40, 9, 3), (6, 1, 3)), torch.float16)
-    sliding = make(_Shape((700,), (33,), sliding_window=5), torch.float16)
+    wide = make(PagedShape((40, 9, 3), (6, 1, 3)), torch.float16)
+    sliding = make(PagedShape((700,), (33,), sliding_window=5), torch.float16)
     with launches(monkeypatch) as noted:
         for args in (wide, sliding):
             attention(**args)
@@ -29,10 +29,10 @@ def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
 @pytest.mark.parametrize(
     "shape",
     [
-        _Shape((600,), (3,), heads=4, kv_heads=1, head_dim=128),
-        _Shape((40,), (2,), heads=8, kv_heads=1, head_dim=64, tree=True),
-        _Shape((600,), (2,), heads=8, kv_heads=1, head_dim=64, sinks=True),
-        _Shape((40,), (2,), heads=2, kv_heads=2, head_dim=192, value_dim=128),
+        PagedShape((600,), (3,), heads=4, kv_heads=1, head_dim=128),
+        PagedShape((40,), (2,), heads=8, kv_heads=1, head_dim=64, tree=True),
+        PagedShape((600,), (2,), heads=8, kv_heads=1, head_dim=64, sinks=True),
+        PagedShape((40,), (2,), heads=2, kv_heads=2, head_dim=192, value_dim=128),
     ],
     ids=["split", "tree", "sinks", "narrow_values"],
 )

@@ -32,7 +32,7 @@ from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, Limits, size_o
 from specdec_fast.runner.graphs.capture import Capture, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 from specdec_fast.runner.graphs.phases import Choices, drafting_loop, verification
-from specdec_fast.runner.graphs.store import GraphStore, Recipe, Recorded
+from specdec_fast.runner.graphs.store import GraphSpec, GraphStore, Recorded
 from specdec_fast.trees.rows import TreeRows
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
@@ -190,14 +190,14 @@ class Graphs(GraphStore):
     ) -> Recorded | None:
         """Return the graph of a kind with its inputs filled, or None; ``hidden_states`` are like those it writes."""
 
-        def recipe() -> Recipe:
+        def spec() -> GraphSpec:
             inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device, kind.has_trees)
             own = None
             if hidden_states is not None:
                 own = hidden_states.new_empty(len(inputs.batch.token_ids), *hidden_states.shape[1:])
-            return Recipe(inputs, own, self._run_of(kind, inputs, pool, own))
+            return GraphSpec(inputs, own, self._run_of(kind, inputs, pool, own))
 
-        return self._graph(kind, pool, recipe, lambda inputs, _: fill(inputs))
+        return self._graph(kind, pool, spec, lambda inputs, _: fill(inputs))
 
     def _run_of(self, kind: _Kind, inputs: Inputs, pool: PagePool, hidden_states: Tensor | None) -> Run:
         """Return the call that is recorded."""
