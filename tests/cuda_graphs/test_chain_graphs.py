@@ -9,7 +9,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.ops.registry import all_ops
 from support.eagle3 import write_checkpoint
-from support.grids import diagonal, grid
+from support.grids import combinations, grid
 from support.models import VOCAB_SIZE
 from support.mtp import Case
 from support.repeated import waits
@@ -61,7 +61,7 @@ def recorded(engine):
 
 
 @few_models
-@diagonal(params={"greedy": GREEDY, "mixed": PARAMS}, method=["eqspec", "exspec"])
+@combinations(params={"greedy": GREEDY, "mixed": PARAMS}, method=["eqspec", "exspec"])
 def test_graphs_draft_what_single_forwards_draft(models, params, method, graphs_on_cpu):
     found = []
     for eager in (True, False):

@@ -13,7 +13,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.drafters.shared.tapped import MOST_QUEUED
 from specdec_fast.speculation_length.fixed import FixedLength
 from support.eagle3 import write_checkpoint
-from support.grids import diagonal, grid
+from support.grids import combinations, grid
 from support.mixed_batch import outputs_of
 from support.models import tiny_model
 from support.pausing import expect_pause_and_resumption
@@ -41,7 +41,7 @@ def test_outputs_are_those_of_plain_decoding(tmp_path, dtype):
 TREE = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
 
 
-@diagonal(dtype=[torch.float32, torch.bfloat16, torch.float16], batch_size=[1, 3, 8], tree=[12, 30, TREE])
+@combinations(dtype=[torch.float32, torch.bfloat16, torch.float16], batch_size=[1, 3, 8], tree=[12, 30, TREE])
 def test_trees_have_the_bits_of_plain_decoding(tmp_path, dtype, batch_size, tree):
     """Greedy, sampled and penalised requests in one batch; a random drafter, so most levels have close choices."""
     target = model_in(dtype)

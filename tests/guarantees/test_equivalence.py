@@ -14,7 +14,7 @@ import specdec_fast as sd
 from specdec_fast import oracle
 from specdec_fast.equivalence.compare import transformers_greedy
 from support.demo import MAX_NEW_TOKENS
-from support.grids import diagonal, each_value_once, grid
+from support.grids import combinations, each_value_once, grid
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model, torch, truncated_copy
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -108,7 +108,7 @@ def pair(request):
 
 
 class TestArchitectures:
-    @diagonal(method=["eqspec", "exspec"], drafter=["model", "ngram", "ngram-trie"])
+    @combinations(method=["eqspec", "exspec"], drafter=["model", "ngram", "ngram-trie"])
     def test_engine(self, pair, method, drafter):
         target, draft, prompts, expected = pair
         engine = sd.Engine(target, draft if drafter == "model" else drafter, method=method, max_batch_size=3)
@@ -119,7 +119,7 @@ class TestArchitectures:
 
     @pytest.mark.grid
     @each_value_once
-    @diagonal(method=["exspec", "eqspec"], drafter=["model", "ngram"])
+    @combinations(method=["exspec", "eqspec"], drafter=["model", "ngram"])
     def test_oracle(self, pair, method, drafter):
         target, draft, prompts, expected = pair
         source = draft if drafter == "model" else None

@@ -12,7 +12,7 @@ import specdec_fast as sd
 from bench.common.tiny_models import tiny_model as tiny_default_model
 from specdec_fast.runner import verification
 from specdec_fast.runner.verification import Outcome, Verification
-from support.grids import diagonal, each_value_once, grid
+from support.grids import combinations, each_value_once, grid
 from support.invariants import CheckedEngine
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model
 from support.scripted_trees import RandomTrees
@@ -51,7 +51,7 @@ def trees_for(expected, **settings):
     return RandomTrees([token_ids for token_ids, _ in expected], **settings)
 
 
-@diagonal(model=MODELS, dtype=DTYPES, batch_size=[1, 3, 8, 32], eager=[False, True])
+@combinations(model=MODELS, dtype=DTYPES, batch_size=[1, 3, 8, 32], eager=[False, True])
 def test_trees_have_the_bits_of_plain_decoding(model, dtype, batch_size, eager):
     target, count = model_of(model).to(dtype), min(batch_size + 2, 16)
     settings = {"page_size": 4, "enforce_eager": eager}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.grids import diagonal, grid
+from support.grids import combinations, grid
 from support.op_checks import assert_agrees, assert_rows_independent, same_bits
 
 pytest.importorskip("triton")
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 
 # Lengths around the ends of pieces of 512 positions, and one of three pieces.
-@diagonal(enough=ENOUGH, dtype=DTYPES)
+@combinations(enough=ENOUGH, dtype=DTYPES)
 def test_contexts_of_several_pieces(dtype, enough, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
     args = make(PagedShape((1100, 511, 512, 513, 3), (2, 1, 2, 3, 0), head_dim=16), dtype)
@@ -79,7 +79,7 @@ def test_without_enough_counters_there_are_two_launches(monkeypatch):
     assert [name for name, _, _ in noted] == ["_attention_kernel", "_merge_kernel"]
 
 
-@diagonal(shape=PIECES, dtype=DTYPES)
+@combinations(shape=PIECES, dtype=DTYPES)
 def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch):
     split, unsplit = split_and_not(shape, dtype, monkeypatch)
     assert same_bits(split, unsplit)
@@ -96,7 +96,7 @@ def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
 
 
 # The batch is not split (6 programs) and a part of it is (2): decoding, chunks, and a sequence alone against the batch.
-@diagonal(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
+@combinations(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
 def test_rows_are_independent(chunk, window, dtype, small_pieces, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 6)
     shape = PagedShape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, sliding_window=window)
@@ -138,7 +138,7 @@ ODD = {
 }
 
 
-@diagonal(shape=ODD, dtype=DTYPES)
+@combinations(shape=ODD, dtype=DTYPES)
 def test_odd_sizes(shape, dtype):
     args = make(shape, dtype)
     assert_agrees(OP, attention(**args), OP.load("torch")(**args), args)

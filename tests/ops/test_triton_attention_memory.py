@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.grids import diagonal
+from support.grids import combinations
 from support.op_cases import attention_by_hand, changed, positions_seen
 from support.op_checks import same_bits
 
@@ -67,7 +67,7 @@ def assert_reaches_only_rows_that_see_it(
     assert torch.equal(after[sees, :group].isfinite().all(dim=-1), wanted)
 
 
-@diagonal(name=list(ENTRIES), number=NOT_FINITE, dtype=DTYPES)
+@combinations(name=list(ENTRIES), number=NOT_FINITE, dtype=DTYPES)
 def test_not_finite_reaches_only_rows_that_see_it(name, number, dtype, small_pieces):
     assert_reaches_only_rows_that_see_it(*ENTRIES[name], *number, dtype)
 
@@ -110,7 +110,7 @@ def read_by(args: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[set[
     return slots[0], entries_read(args["batch"].block_table, read, 1)
 
 
-@diagonal(name=list(PIECES), dtype=DTYPES)
+@combinations(name=list(PIECES), dtype=DTYPES)
 def test_reads_what_is_seen_and_no_more(name, dtype, small_pieces, monkeypatch):
     shape = PIECES[name]
     args = make(shape, dtype)
@@ -136,7 +136,7 @@ def test_reading_check_sees_another_window(small_pieces, monkeypatch):
 
 
 # Graphs are launched with the bounds of their bucket, and with places for sequences that have no rows.
-@diagonal(enough=ENOUGH, window=WINDOWS, dtype=DTYPES)
+@combinations(enough=ENOUGH, window=WINDOWS, dtype=DTYPES)
 def test_larger_bounds_change_no_bit_and_nothing_more_is_read(dtype, enough, window, small_pieces, monkeypatch):
     args = make(PagedShape((200, 65, 3), (2, 1, 3), head_dim=16, sliding_window=window), dtype)
     batch = args["batch"]

@@ -10,7 +10,7 @@ import pytest
 from bench.common.simulation import World, best_fixed, speed, tokens_per_second
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.fixed import FixedLength
-from support.grids import diagonal, grid
+from support.grids import combinations, grid
 
 # Verifying is bound by memory with a cheap and with a costly draft, by arithmetic, by one and then the other, by
 # contexts that grow beyond what was profiled, and by steps as short as a few choices of K.
@@ -49,7 +49,7 @@ def plain(runs):
     return best_fixed(runs, (0,))
 
 
-@diagonal(regime=list(REGIMES), batch_size=[1, 4, 32], acceptance=ACCEPTANCES)
+@combinations(regime=list(REGIMES), batch_size=[1, 4, 32], acceptance=ACCEPTANCES)
 def test_auto_reaches_the_best_fixed_k(regime, batch_size, acceptance):
     """From the first token on at least 0.97 of plain decoding; once warm 0.95 of the best fixed K.
 
@@ -110,7 +110,7 @@ def on_two_cores(acceptance, batch_size, **options):
 
 
 @pytest.mark.parametrize("acceptance", grid(ACCEPTANCES[:-1], keep=[0.8]))
-@diagonal(batch_size=[4, 16, 32], new_tokens=[32, 128])
+@combinations(batch_size=[4, 16, 32], new_tokens=[32, 128])
 def test_a_batch_that_no_sequence_joins(batch_size, new_tokens, acceptance):
     """The steps of the last sequences cost much for few rows."""
     run = on_two_cores(acceptance, batch_size, new_tokens=new_tokens, is_refilled=False)
