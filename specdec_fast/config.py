@@ -12,7 +12,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.request.prompt_options import PROMPT_KEYWORDS, unknown_keyword
 from specdec_fast.sampling_params import as_plain
 from specdec_fast.speculation_length import LengthPolicy, make_length_policy
-from specdec_fast.speculation_length.choice_tree import MOST_NODES, checked_choices
+from specdec_fast.trees.static import MOST_NODES, checked_choices
 
 _DTYPES = {
     "float32": torch.float32,

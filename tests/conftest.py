@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
 
@@ -22,6 +23,9 @@ from transformers.utils import logging
 
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; tests interrupt what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all tests are collected: nothing of that is garbage
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS
+from specdec_fast.trees.rows import TREE_MASK_BITS
 from specdec_fast.triton_kernels.attention_math import popcount
 from specdec_fast.triton_kernels.variant import Launch, Variant
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bench.op_cases.case import Case, OpCases
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
+from specdec_fast.trees.rows import TREE_MASK_BITS
 
 
 @dataclass(frozen=True)

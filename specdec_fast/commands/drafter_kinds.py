@@ -20,13 +20,13 @@ from specdec_fast.drafters.shared.new_drafter import DrafterSize
 from specdec_fast.drafters.shared.trainable import DrafterModule
 from specdec_fast.drafters.specblock.training import NUM_SLOTS, new_blocks, save_blocks
 from specdec_fast.errors import ConfigError
-from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
 from specdec_fast.training.drafter_loss import Teacher, loss_of
 from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
 from specdec_fast.training.hit_counts import hit_counts
 from specdec_fast.training.specblock_loss import NUM_FEATURES, block_loss
 from specdec_fast.training.texts import Texts, frequent_ids, rarest_id
 from specdec_fast.training.trainer import Loss, Recipe, Trainer
+from specdec_fast.trees.static import MOST_NODES, fit_tree
 
 _SIZES = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
 _NUM_HEADS = 3

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import all_to_device, to_device
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.trees.rows import TreeRows
 
 
 class RowCounts(NamedTuple):

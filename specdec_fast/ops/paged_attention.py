@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_maximum, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Op
+from specdec_fast.trees.rows import TREE_MASK_BITS
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:

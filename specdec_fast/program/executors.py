@@ -40,7 +40,7 @@ class Projection(NamedTuple):
 
 
 class TreeRules(NamedTuple):
-    """The trees that a drafting loop grows, one per sequence; see ``drafters/shared/dynamic_tree.py``."""
+    """The trees that a drafting loop grows, one per sequence; see ``trees/growing.py``."""
 
     depths: list[int]  # the largest depth of each, at least 1
     num_nodes: list[int]  # the largest number of nodes of each, at least 1

@@ -16,8 +16,8 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.graphs.sides import Choices
+from specdec_fast.runner.graphs.phases import Choices
+from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
@@ -144,7 +144,7 @@ def laid_out_loop(
         repetition penalty, for which there are no graphs.
 
     """
-    sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
+    sequences = owners(rows)
     if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
         return None
     layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_draft_tokens])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.op_cases import OP_CASES
 from specdec_fast.ops import all_ops
+from support.grids import each_value_once
 from support.op_cases import make
 from support.op_checks import device_for, same_bits
 
@@ -105,6 +106,7 @@ def assert_writes_only_what_is_named(op: str, function: Callable[..., None], arg
         assert same_bits(buffer[~mask], old[~mask]), "a place that nothing names was written"
 
 
+@each_value_once("op", "backend", "case")
 @pytest.mark.parametrize("dtype", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize(("op", "backend", "case"), SWEEP)
 def test_writes_only_what_is_named(op, backend, case, dtype):

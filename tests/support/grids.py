@@ -73,11 +73,11 @@ def mark_what_is_covered(items: list[Any]) -> None:
 
 
 def _values(item: Any) -> set[tuple[str, str]]:
-    """Return the parameters of an item with their values; those without a name of their own by their place."""
-    call, together = item.callspec, item.get_closest_marker("each_value_once").args
+    """Return the parameters of an item with their values; those without a name of their own by their identity."""
+    together = item.get_closest_marker("each_value_once").args
     named = {
-        name: repr(value) if isinstance(value, _PLAIN) else str(call.indices[name])
-        for name, value in call.params.items()
+        name: repr(value) if isinstance(value, _PLAIN) else str(id(value))
+        for name, value in item.callspec.params.items()
     }
     assert named.keys() >= set(together), f"{item.nodeid} has no parameters {together}"
     combination = {(" ".join(together), " ".join(named.pop(name) for name in together))} if together else set()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE, WeightTable, read_tensors, renamed
-from specdec_fast.speculation_length.choice_tree import checked_choices
+from specdec_fast.trees.static import checked_choices
 
 MODEL_TYPE = "clover"
 _PREFIXES = {"augmenting_block.": "layers.0."}  # of names in files, and what they are here

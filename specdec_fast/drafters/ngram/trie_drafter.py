@@ -6,13 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-import torch
-
-from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
 from specdec_fast.drafters.ngram.drafter import NGRAM_SIZES
-from specdec_fast.drafters.ngram.trie import trie
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.trees.growing import merged
 
 _MOST_COPIES = 16  # whose continuations are merged: a frequent token has hundreds
 
@@ -41,16 +38,11 @@ class NgramTrieDrafter(TreeDrafter):
 
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
         """Look up the last tokens of every sequence among its own committed tokens."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        counts: list[int] = []
+        trees = []
         for sequence, depth, num_nodes in zip(sequences, limits, node_limits, strict=True):
             copies = self._indexes[sequence].continuations(sequence.token_ids, depth) if depth else []
-            own = trie(copies, num_nodes)
-            tokens += own[0]
-            parents += own[1]
-            counts.append(len(own[0]))
-        return Draft(to_device(tokens, self._device), counts, torch.tensor(parents, dtype=torch.int32, device="cpu"))
+            trees.append(merged(copies, num_nodes))
+        return draft_of_trees(trees, self._device)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Drop the indexes that an interrupted run left."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.specblock.model import SpecBlockModel
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.row_module import RowModule
+from specdec_fast.trees.rows import TreeRows
 
 
 class BlockRows:

@@ -14,7 +14,7 @@ from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.graphs.buckets import Bucket, size_of
 from specdec_fast.runner.graphs.inputs import Inputs
-from specdec_fast.runner.graphs.sides import ChainParts, chain_loop
+from specdec_fast.runner.graphs.phases import ChainParts, chain_loop
 from specdec_fast.runner.graphs.store import GraphSpec, GraphStore
 
 
