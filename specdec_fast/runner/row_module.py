@@ -63,13 +63,10 @@ class RowModule:
     def __call__(
         self, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute rows of a function that returns hidden states, and write their KV entries to the function's pages.
+        """Compute ``T`` rows, chains or trees, of a function that returns hidden states, and write their KV entries.
 
-        Args:
-            pool: pages of the function's layout.
-            batch: ``T`` rows; those of a sequence may be a chain or a tree.
-            inputs: ``[T, input_size]``, what the rows take besides their tokens.
-            logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
+        ``pool`` has pages of the function's layout; ``inputs`` are ``[T, input_size]``, what the rows take besides
+        their tokens; ``logit_rows [R]`` int64 are the rows whose logits are wanted, None: all.
 
         Returns:
             Logits ``[R, vocab_size]`` and hidden states ``[T, hidden_size]``.
@@ -91,20 +88,9 @@ class RowModule:
         num_draft_tokens: list[int],
         choice: TokenChoice,
     ) -> Tensor:
-        """Draft a chain for each sequence in one call of the program, which must not be None.
+        """Draft a chain for each sequence in one call of the program, which must not be None; see ``Program.draft``.
 
-        The inputs of a later row are the token chosen before it, and the hidden state of the row before it.
-
-        Args:
-            pool: pages, with enough free ones for all positions of the step.
-            rows: of the first forward, one span per sequence.
-            token_ids: of those rows.
-            inputs: ``[T, input_size]``, contiguous, of those rows; or how to compute them.
-            num_draft_tokens: number of tokens to draft per sequence, at least 1.
-            choice: how they are chosen.
-
-        Returns:
-            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+        ``rows`` are those of the first forward, one span per sequence; ``pool`` has pages for all positions.
         """
         assert self.program is not None
         spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
@@ -119,9 +105,9 @@ class RowModule:
         rules: TreeRules,
         choice: TokenChoice,
     ) -> DraftedTrees:
-        """Draft a tree for each sequence in one call of the program, which must not be None; it grows by ``rules``.
+        """Draft a tree for each sequence in one call of the program, as ``draft`` does; see ``Program.draft_trees``.
 
-        Arguments are as in ``draft``; there are pages for the rows and ``rules.num_nodes`` positions behind them.
+        ``pool`` has pages for the rows and ``rules.num_nodes`` positions behind them.
         """
         assert self.program is not None
         spans = pool.spans(rows, ahead=rules.num_nodes)
