@@ -100,11 +100,7 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write texts, train, and measure the agreement on texts that were held out.
-
-    Returns:
-        0; 130 if it was interrupted, 143 if SIGTERM ended it.
-    """
+    """Write texts, train, and measure; return the exit status: 0, 130 if interrupted, 143 if SIGTERM ended it."""
     _make_folder(args.output)
     try:
         with only_writer(args.output / _LOCK, args.output), terminable():

@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RowPadding
-from specdec_fast.batch.trees import depths_of
 from specdec_fast.config import EngineConfig
 from specdec_fast.device_copy import to_device
 from specdec_fast.errors import DrafterError
@@ -20,6 +20,8 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.trees.growing import TreeNodes
+from specdec_fast.trees.parents import ROOT, depths_of, parents_among
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,11 @@ class Draft:
 
     def depths(self) -> list[int]:
         """Return the depth of each sequence's draft; of a chain, the number of its tokens."""
-        if self.parents is None:
-            return self.num_draft_tokens
-        return [max(depths_of(parents), default=0) for parents in self._by_sequence(self.parents)]
+        return [max(depths_of(parents), default=0) for parents in self._parents_by_sequence()]
 
     def scores_by_sequence(self) -> list[list[float]] | None:
         """Return the scores of each sequence's tokens."""
-        return None if self.scores is None else self._by_sequence(self.scores)
+        return None if self.scores is None else self._by_sequence(self.scores.tolist())
 
     def pruned(self, least_score: float) -> Draft:
         """Return the draft without the tokens of a lower score; a checked draft stays one."""
@@ -95,17 +95,12 @@ class Draft:
         kept: list[int] = []
         parents: list[int] = []
         counts = []
-        first = 0
-        above = self._by_sequence(self.parents) if self.parents is not None else [range(-1, len(s) - 1) for s in scores]
-        for of_tree, parents_of_tree in zip(scores, above, strict=True):
-            places = {-1: -1}
-            for node, score in enumerate(of_tree):
-                if score >= least_score:
-                    parents.append(places[parents_of_tree[node]])
-                    places[node] = len(places) - 1
-                    kept.append(first + node)
-            counts.append(len(places) - 1)
-            first += len(of_tree)
+        places = self._by_sequence(range(len(self.token_ids)))
+        for of_tree, above, in_draft in zip(scores, self._parents_by_sequence(), places, strict=True):
+            nodes = [node for node, score in enumerate(of_tree) if score >= least_score]
+            parents += parents_among(nodes, above)
+            kept += [in_draft[node] for node in nodes]
+            counts.append(len(nodes))
         return Draft(
             self.token_ids[to_device(kept, self.token_ids.device)],
             counts,
@@ -113,8 +108,14 @@ class Draft:
             self.scores[kept] if self.scores is not None else None,
         )
 
-    def _by_sequence(self, per_token: Tensor) -> list[list[Any]]:
-        return [values.tolist() for values in per_token.split(self.num_draft_tokens)]
+    def _by_sequence(self, per_token: Many[Any]) -> list[Any]:
+        counts = self.num_draft_tokens
+        return [per_token[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+    def _parents_by_sequence(self) -> list[Many[int]]:
+        if self.parents is None:
+            return [range(ROOT, count - 1) for count in self.num_draft_tokens]
+        return self._by_sequence(self.parents.tolist())
 
     def _check_tokens(self, limits: list[int]) -> None:
         counts = self.num_draft_tokens
@@ -133,38 +134,30 @@ class Draft:
             )
 
     def _checked_depths(self, limits: list[int]) -> list[int]:
-        nodes = self._per_token("parents", self.parents, torch.int32).tolist()
-        first = 0
+        parents = self._per_token("parents", self.parents, torch.int32).tolist()
         depths = []
         # Reading the tokens would wait for a device. There the first of equal children is the one that is accepted.
-        tokens = self.token_ids.tolist() if self.token_ids.device.type == "cpu" else range(len(nodes))
-        for count, limit in zip(self.num_draft_tokens, limits, strict=True):
-            parents = nodes[first : first + count]
-            if not all(-1 <= parent < node for node, parent in enumerate(parents)):
-                raise DrafterError(f"a drafter's parents are {parents}; expected -1 or the index of an earlier token.")
-            if len(set(zip(parents, tokens[first : first + count], strict=True))) < count:
+        tokens = self.token_ids.tolist() if self.token_ids.device.type == "cpu" else range(len(parents))
+        for above, of_tree, limit in zip(self._by_sequence(parents), self._by_sequence(tokens), limits, strict=True):
+            if not all(ROOT <= parent < node for node, parent in enumerate(above)):
+                raise DrafterError(f"a drafter's parents are {above}; expected -1 or the index of an earlier token.")
+            if len(set(zip(above, of_tree, strict=True))) < len(above):
                 raise DrafterError("a drafter proposed two children of one parent with the same token; merge them.")
-            depths.append(max(depths_of(parents), default=0))
+            depths.append(max(depths_of(above), default=0))
             if depths[-1] > limit:
                 raise DrafterError(f"a drafter proposed a tree of depth {depths[-1]}; at most {limit} was asked for.")
-            first += count
         return depths
 
     def _check_scores(self, scores: Tensor) -> None:
         values = self._per_token("scores", scores, torch.float32).tolist()
-        above = None if self.parents is None else self.parents.tolist()
-        first = 0
-        for count in self.num_draft_tokens:
-            of_tree = values[first : first + count]
-            parents = range(-1, count - 1) if above is None else above[first : first + count]
-            for score, parent in zip(of_tree, parents, strict=True):
-                most = of_tree[parent] if parent >= 0 else 0.0
+        for of_tree, above in zip(self._by_sequence(values), self._parents_by_sequence(), strict=True):
+            for score, parent in zip(of_tree, above, strict=True):
+                most = 0.0 if parent == ROOT else of_tree[parent]
                 if not score <= most:  # NaN too
                     raise DrafterError(
                         f"a drafter's scores have a node of {score} under {most}; expected log-probabilities of paths, "
                         "which never rise from a parent (the last committed token has 0) to its child."
                     )
-            first += count
 
     def _per_token(self, name: str, tensor: Any, dtype: torch.dtype) -> Tensor:
         """Return ``tensor`` if it has one value of ``dtype`` per token."""
@@ -176,6 +169,24 @@ class Draft:
                 return tensor
             kind = f"{tensor.dtype} {list(tensor.shape)}"
         raise DrafterError(f"a drafter's {name} are {kind}; expected a tensor of {str(dtype)[6:]} {list(shape)}.")
+
+
+def draft_of_trees(trees: Iterable[TreeNodes | None], device: torch.device, has_scores: bool = False) -> Draft:
+    """Return the draft of a batch.
+
+    Args:
+        trees: of each sequence, in batch order; None: no draft tokens.
+        device: of the tokens.
+        has_scores: whether the scores of the nodes are log-probabilities.
+    """
+    drafted = [tree or TreeNodes([], [], []) for tree in trees]
+    tokens, parents, scores = ([value for tree in drafted for value in tree[field]] for field in range(3))
+    return Draft(
+        to_device(tokens, device),
+        [len(tree.token_ids) for tree in drafted],
+        torch.tensor(parents, dtype=torch.int32, device="cpu"),
+        torch.tensor(scores, dtype=torch.float32, device="cpu") if has_scores else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ class EngineCore:
         if not ready:
             self._prefilling.passed()
             return None
-        self._in_step = self.scheduler.checked_plan(ready)
+        self._in_step = self.scheduler.plan(ready)
         batch = self._in_step
         limits = draft_limits(self.length_policy, batch)
         may_branch = self.length_policy.may_branch

@@ -17,7 +17,8 @@ from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.graphs.sides import Choices
+from specdec_fast.runner.graphs.phases import Choices
+from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
@@ -111,8 +112,7 @@ def draft_on_pages(
             return logits, tokens, carried
         return logits, tokens[last], None if carried is None else carried[last]
 
-    sequences: list[Sequence] = [row.owner for row in first]  # type: ignore[misc]
-    return draft_chains(sequences, num_draft_tokens, tokens, carried, batches, step, choose)
+    return draft_chains(owners(first), num_draft_tokens, tokens, carried, batches, step, choose)
 
 
 def chosen_tokens(
@@ -181,7 +181,7 @@ def laid_out_loop(
         The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence has a
         repetition penalty, for which there are no graphs.
     """
-    sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
+    sequences = owners(rows)
     if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
         return None
     layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_draft_tokens])

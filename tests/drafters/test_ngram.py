@@ -15,6 +15,7 @@ from specdec_fast.drafters import DRAFTERS
 from specdec_fast.drafters.ngram.drafter import NgramDrafter, NgramIndex
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from support.demo import MAX_NEW_TOKENS
+from support.grids import each_value_once
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -84,6 +85,7 @@ class Compared(NgramDrafter):
         return draft
 
 
+@each_value_once
 @pytest.mark.parametrize(("method", "batch_size"), [("eqspec", 3), ("exspec", 4), ("exspec", 1)])
 @pytest.mark.parametrize(("num_draft_tokens", "skipped_steps"), [(1, ()), (4, ()), (4, (0, 2, 3))])
 def test_whole_runs(monkeypatch, target, prompt_ids, expected, method, batch_size, num_draft_tokens, skipped_steps):

@@ -17,7 +17,7 @@ from specdec_fast.training.drafter_loss import Teacher
 from specdec_fast.training.texts import write_texts
 from specdec_fast.training.trainer import Trainer, TrainingSettings
 from support import dflash, eagle3, specblock
-from support.grids import diagonal
+from support.grids import combinations
 from support.mixed_batch import PROMPTS, outputs_of
 from support.models import tiny_model
 from support.pausing import expect_pause_and_resumption
@@ -111,7 +111,7 @@ def test_outputs_are_those_of_plain_decoding(tmp_path, heads, kind, dtype):
     assert engine.last_run.num_preemptions > 0, "the small pool must preempt"
 
 
-@diagonal(dtype=list(DTYPES), batch_size=[1, 3, 8], tree=[12, 30, TREE])
+@combinations(dtype=list(DTYPES), batch_size=[1, 3, 8], tree=[12, 30, TREE])
 def test_trees_have_the_bits_of_plain_decoding(tmp_path, dtype, batch_size, tree):
     """Greedy, sampled and penalised requests in one batch; a random drafter, so most levels have close choices."""
     target = tiny_model("llama").to(dtype)

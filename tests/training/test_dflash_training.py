@@ -90,6 +90,7 @@ def test_training_lowers_the_loss(target, texts, tmp_path):
     assert counts[:, 1].min() > 0
 
 
+@pytest.mark.grid
 def test_the_confidence_head_learns_what_is_accepted(target, texts, tmp_path):
     """Its estimates come nearer to what is accepted than the share of accepted tokens does."""
     module, teacher = made(target, dflash.RANK), Teacher(target, TAPS, None)

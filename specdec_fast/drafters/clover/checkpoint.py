@@ -15,7 +15,7 @@ from pathlib import Path
 
 from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import WeightTable
-from specdec_fast.speculation_length.choice_tree import checked_choices
+from specdec_fast.trees.static import checked_choices
 
 MODEL_TYPE = "clover"
 PREFIXES = {"augmenting_block.": "layers.0."}  # of names in files, and what they are here

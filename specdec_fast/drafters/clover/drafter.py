@@ -26,7 +26,7 @@ from specdec_fast.kv_cache.forward_layout import batch_without_pages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.runner.row_module import RowModule
-from specdec_fast.speculation_length.choice_tree import ChoiceTree, Shape
+from specdec_fast.trees.static import Shape, StaticTree
 
 _DEFAULT_TREE = ((0,), (0, 0), (0, 0, 0), (1,))
 
@@ -116,7 +116,7 @@ class _Level(NamedTuple):
 class _Levels:
     """A static tree, level by level, and where its nodes' tokens stand among those of all levels."""
 
-    def __init__(self, tree: ChoiceTree, device: torch.device) -> None:
+    def __init__(self, tree: StaticTree, device: torch.device) -> None:
         self._tree = tree
         self.levels: list[_Level] = []
         self._first: list[int] = []  # the place of each level's first token
@@ -138,7 +138,7 @@ class _Levels:
         self.picked = cache(self._picked)
 
     def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:
-        """Return the places of the tokens of a tree's first nodes (``ChoiceTree.within``), and their parents."""
+        """Return the places of the tokens of a tree's first nodes (``StaticTree.within``), and their parents."""
         shape = self._tree.within(depth, num_nodes)
         places = []
         for path in _paths(shape):

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
-from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.base import Draft, DrafterContext, draft_of_trees
 from specdec_fast.drafters.eagle3.model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, trees_of
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
-from specdec_fast.drafters.shared.dynamic_tree import draft_of
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
@@ -92,7 +91,7 @@ class Eagle3Drafter(ChainDrafter):
             return self.propose(sequences, limits)
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
         if not chosen:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
+            return draft_of_trees([None] * len(sequences), self._device)
         drafting = [sequences[i] for i in chosen]
         within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
         if sum(map(self.num_queued, drafting)) > self._most_rows:
@@ -104,7 +103,7 @@ class Eagle3Drafter(ChainDrafter):
             return Draft(drafted.token_ids, every_count, drafted.parents, drafted.scores if self.has_scores else None)
         trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(drafting))
         nodes = dict(zip(chosen, trees, strict=True))
-        return draft_of([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
+        return draft_of_trees([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
     def _in_one_call(self, sequences: list[Sequence]) -> bool:
         return self.drafts_in_one_call and all(s.params.repetition_penalty == 1 for s in sequences)

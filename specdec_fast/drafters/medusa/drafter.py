@@ -2,7 +2,7 @@
 
 Head i reads the input of the target's output layer at the row that chose a sequence's newest token, and predicts the
 token i + 1 positions behind the newest one. All heads read the same row, so the drafter keeps one hidden state per
-sequence and no KV entries. The likeliest tokens of every head are the nodes of a static tree (``choice_tree.py``).
+sequence and no KV entries. The likeliest tokens of every head are the nodes of a static tree (``trees/static.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specdec_fast.drafters.shared.static_trees import ranked_tokens
 from specdec_fast.errors import VocabularyMismatchError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
-from specdec_fast.speculation_length.choice_tree import checked_choices, fit_tree
+from specdec_fast.trees.static import checked_choices, fit_tree
 
 _DEFAULT_NODES = 16
 # Hit rates by depth and rank of three heads for the bundled target (`train-drafter --kind medusa`, docs/drafters.md).

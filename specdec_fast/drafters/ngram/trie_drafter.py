@@ -6,13 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-import torch
-
-from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
 from specdec_fast.drafters.ngram.drafter import NGRAM_SIZES
-from specdec_fast.drafters.ngram.trie import trie
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.trees.growing import merged
 
 _MOST_COPIES = 16  # whose continuations are merged: a frequent token has hundreds
 
@@ -37,16 +34,11 @@ class NgramTrieDrafter(TreeDrafter):
         return "ngram-trie"
 
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        tokens: list[int] = []
-        parents: list[int] = []
-        counts: list[int] = []
+        trees = []
         for sequence, depth, num_nodes in zip(sequences, limits, node_limits, strict=True):
             copies = self.indexes[sequence].continuations(sequence.token_ids, depth) if depth else []
-            of_tree = trie(copies, num_nodes)
-            tokens += of_tree[0]
-            parents += of_tree[1]
-            counts.append(len(of_tree[0]))
-        return Draft(to_device(tokens, self._device), counts, torch.tensor(parents, dtype=torch.int32, device="cpu"))
+            trees.append(merged(copies, num_nodes))
+        return draft_of_trees(trees, self._device)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         # An interrupted run may have left some.

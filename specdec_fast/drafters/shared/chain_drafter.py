@@ -26,7 +26,7 @@ from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.chains import ChainGraphs
 from specdec_fast.runner.graphs.graphs import described
-from specdec_fast.runner.graphs.sides import ChainParts
+from specdec_fast.runner.graphs.phases import ChainParts
 
 
 class ChainDrafter(TappedDrafter):

@@ -26,7 +26,6 @@ class RankedTokens(NamedTuple):
         token_ids: ``[N, num_ranks]``, the likeliest first; different ones, but for those of log-probability -inf.
         log_probs: ``[N, num_ranks]``, estimates that the token is the target's if all before it are. Minus infinity or
             NaN where there is no such token: of rows whose logits have a NaN or infinity, of all ranks.
-
     """
 
     token_ids: list[list[int]]
@@ -49,7 +48,6 @@ class TokenRanker:
         ops: of the target.
         vocab_size: the target's.
         target_ids: ``[draft_vocab_size]`` int64, the target's id of each of the drafter's; None if they are the same.
-
     """
 
     def __init__(self, ops: Ops, vocab_size: int, target_ids: Tensor | None = None) -> None:
@@ -69,7 +67,6 @@ class TokenRanker:
                 has drafted: it costs acceptance, no token.
             ahead: number of tokens drafted before, on the path of each row.
             num_ranks: at least 1; fewer are returned if the drafter has fewer ids.
-
         """
         num_ranks = min(num_ranks, logits.shape[1])
         sampling = sampling_of(sequences, logits.device, ahead)
@@ -114,7 +111,6 @@ def drawn_ranks(
 
     Returns:
         Ids of the target ``[N, num_ranks]`` int64, and their logits in fp64, minus infinity where no token was left.
-
     """
     logits = torch.nan_to_num(logits)  # a copy; with a NaN, a row would get the same id for each rank
     if own_ids is not None:

@@ -15,10 +15,10 @@ from specdec_fast.drafters.shared.ranked import drawn_ranks
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import Ops
 from specdec_fast.runner.drafting import chosen_tokens
-from specdec_fast.speculation_length.choice_tree import ChoiceTree, chain
+from specdec_fast.trees.static import StaticTree, chain
 
 
-def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_heads: int, num_ids: int) -> ChoiceTree:
+def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_heads: int, num_ids: int) -> StaticTree:
     """Return the tree of the settings, or else that of the drafter, as far as its heads reach.
 
     Args:
@@ -29,11 +29,10 @@ def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_hea
 
     Raises:
         ConfigError: ``draft_tree`` has a node beyond the last head or id, or all nodes of the drafter's own tree are.
-
     """
     wanted = context.config.draft_tree
     if wanted == "chain" or (wanted is None and context.target.why_no_trees() is not None):
-        return ChoiceTree(chain(num_heads))
+        return StaticTree(chain(num_heads))
     if isinstance(wanted, tuple):
         choices = wanted
     kept = [choice for choice in choices if len(choice) <= num_heads and max(choice) < num_ids]
@@ -47,10 +46,10 @@ def static_tree(context: DrafterContext, choices: Many[tuple[int, ...]], num_hea
             f"the checkpoint's tree begins with the node {reprlib.repr(list(choices[0]))}, and none of its nodes is "
             f"within its {num_heads} heads of {num_ids} ids; correct it, or pass draft_tree."
         )
-    return ChoiceTree(ChoiceTree(kept).choices[:wanted]) if isinstance(wanted, int) else ChoiceTree(kept)
+    return StaticTree(StaticTree(kept).choices[:wanted]) if isinstance(wanted, int) else StaticTree(kept)
 
 
-def num_nodes_of(tree: ChoiceTree) -> int:
+def num_nodes_of(tree: StaticTree) -> int:
     """Return ``Drafter.max_nodes`` for a tree: 0 for a chain."""
     return 0 if len(tree.choices) == len(tree.num_ranks) else len(tree.choices)
 
@@ -72,7 +71,6 @@ def ranked_tokens(
 
     Returns:
         ``[N, num_ranks]`` int64, different ids of the target in each row.
-
     """
     if sampling is None:
         if num_ranks == 1:
@@ -99,7 +97,6 @@ def picked_draft(
             ``width`` tokens, and the parents as in ``Draft.parents``.
         num_sequences: of the batch.
         device: of the tokens.
-
     """
     counts = [0] * num_sequences
     places = []

@@ -25,7 +25,6 @@ class Candidates:
     Args:
         model: computes logits and classes.
         device: the target's.
-
     """
 
     def __init__(self, model: SpecBlockModel, device: torch.device) -> None:
@@ -43,7 +42,6 @@ class Candidates:
             owners: of each block.
             depths: of the node that each block follows; 0 for the last committed token.
             fed: the token of that node.
-
         """
         k = self._model.num_slots
         ids, log_probs, classes = self._model.ranked(hidden.flatten(0, 1), logits)
@@ -68,7 +66,6 @@ class Candidates:
 
         Returns:
             The first tokens of each row, different ones.
-
         """
         sampling = sampling_of([s for s, _, _ in rows], self._device)
         assert sampling is not None

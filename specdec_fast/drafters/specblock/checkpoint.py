@@ -8,7 +8,7 @@ from pathlib import Path
 from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import WeightTable
 from specdec_fast.errors import ConfigError
-from specdec_fast.speculation_length.choice_tree import MOST_NODES
+from specdec_fast.trees.static import MOST_NODES
 
 _KIND = "a SpecBlock drafter"
 _SLOTS = "diffspec_draft_token_num"  # the name that published configurations have

@@ -20,19 +20,20 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.drafters.specblock.candidates import Candidates
 from specdec_fast.drafters.specblock.checkpoint import weight_table
 from specdec_fast.drafters.specblock.model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock.rows import BlockRows
-from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
+from specdec_fast.drafters.specblock.tree import BEAM, BlockTree
 from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.trees.parents import ROOT
+from specdec_fast.trees.rows import rows_of_trees
 
 
 class SpecBlockDrafter(TappedDrafter, TreeDrafter):
@@ -133,20 +134,10 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
-        counts = [0] * len(sequences)
-        tokens = []
-        parents = []
+        trees = {i: self._new_tree(limits[i], node_limits[i]) for i in chosen}
         if chosen:
-            drafting = [sequences[i] for i in chosen]
-            trees = [self._new_tree(limits[i], node_limits[i]) for i in chosen]
-            self._first_call(drafting, trees)
-            for i, tree in zip(chosen, trees, strict=True):
-                of_tree = tree.nodes()
-                tokens += of_tree[0]
-                parents += of_tree[1]
-                counts[i] = len(of_tree[0])
-        above = torch.tensor(parents, dtype=torch.int32, device="cpu")
-        return Draft(torch.tensor(tokens, dtype=torch.int64, device="cpu"), counts, above)
+            self._first_call([sequences[i] for i in chosen], list(trees.values()))
+        return draft_of_trees([trees[i].nodes() if i in trees else None for i in range(len(sequences))], self._device)
 
     def _new_tree(self, limit: int, node_limit: int) -> BlockTree:
         """Return an empty tree; one that is no deeper than a block is not expanded."""
@@ -196,7 +187,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         self,
         drafting: list[Sequence],
         trees: list[BlockTree],
-        expanded: list[list[Node]],
+        expanded: list[list[int]],
         conditions: Tensor,
         hidden: Tensor,
     ) -> None:
@@ -221,13 +212,14 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             if not nodes:
                 continue
             spans.append(Rows(sequence, k * (sequence.length - 2), k * (1 + len(nodes))))
+            tree = trees[i]
             bases += [sequence.length - 2] * (1 + len(nodes))
-            tokens += [sequence.token_ids[-1], *(node.token_id for node in nodes)]
-            sources += [i, *(len(drafting) + k * i + node.depth - 1 for node in nodes)]
+            tokens += [sequence.token_ids[-1], *map(tree.token, nodes)]
+            sources += [i, *(len(drafting) + k * i + tree.depth(node) - 1 for node in nodes)]
             # Node j of a tree is its row j + 1: the last true block is the chain of rows 0 to K - 1.
             parents += range(-1, k - 2)
             for place, node in enumerate(nodes, start=1):
-                parents += [node.depth - 2, *range(k * place - 1, k * place + k - 2)]
+                parents += [tree.depth(node) - 2, *range(k * place - 1, k * place + k - 2)]
                 new.append((i, node, len(bases) - 1 - len(nodes) + place))
         counts = [span.count - 1 for span in spans]
         inputs = states[to_device(sources, self._device)]
@@ -237,7 +229,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         results, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
         behind = results[to_device(ends, self._device)]
         owners = [drafting[i] for i, _, _ in new]
-        depths = [node.depth for _, node, _ in new]
-        slots = self._candidates.of(behind, logits, owners, depths, [node.token_id for _, node, _ in new])
+        depths = [trees[i].depth(node) for i, node, _ in new]
+        slots = self._candidates.of(behind, logits, owners, depths, [trees[i].token(node) for i, node, _ in new])
         for (i, node, _), block in zip(new, slots, strict=True):
-            trees[i].add_block(node.place, block)
+            trees[i].add_block(node, block)

@@ -12,13 +12,15 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.drafters.eagle3.tree import WIDTH
-from specdec_fast.drafters.shared.dynamic_tree import ROOT, DynamicTree, RankPaths
 from specdec_fast.drafters.shared.ranked import TokenRanker
 from specdec_fast.ops.registry import all_ops
-from specdec_fast.speculation_length.choice_tree import ChoiceTree
+from specdec_fast.trees.growing import GrowingTree
+from specdec_fast.trees.parents import ROOT
+from specdec_fast.trees.static import StaticTree
 from support.eagle3 import dense_chain, write_checkpoint
 from support.models import VOCAB_SIZE
 from support.simulated_engine import SimulatedEngine
+from support.trees import trees_of
 
 TAPS = (0, 1, 2)
 HAS_PROGRAMS = all_ops()["linear"].why_unavailable("cpp") is None
@@ -76,10 +78,8 @@ def test_trees_are_those_of_the_formulas(tmp_path, target, model, tree, enforce_
         draft = engine.drafter.propose_trees(sequences, limits, node_limits)
         draft.check(limits, node_limits)
         assert (draft.scores is None) == isinstance(tree, tuple)
-        drafted = (part.split(draft.num_draft_tokens) for part in (draft.token_ids, draft.parents))
-        for s, limit, num_nodes, *own in zip(sequences, limits, node_limits, *drafted, strict=True):
-            expected = dense_tree(engine, s, tree, limit, num_nodes)
-            assert [part.tolist() for part in own] == [expected.token_ids, expected.parents]
+        for s, limit, num_nodes, drafted in zip(sequences, limits, node_limits, trees_of(draft), strict=True):
+            assert drafted == dense_tree(engine, s, tree, limit, num_nodes)[:2]
         engine.emit(sequences, [[] for _ in sequences])
 
 
@@ -87,8 +87,8 @@ def dense_tree(engine, sequence, shape, depth, num_nodes):
     """Draft a tree with every node's logits computed from the formulas, along its path alone."""
     features = engine.features(sequence.token_ids)[:-1]
     ranker = TokenRanker(engine.drafter.model.ops, VOCAB_SIZE)
-    static = RankPaths(ChoiceTree(shape)) if isinstance(shape, tuple) else None
-    tree = DynamicTree(num_nodes, WIDTH if static is None else len(shape))
+    static = StaticTree(shape) if isinstance(shape, tuple) else None
+    tree = GrowingTree(num_nodes, WIDTH if static is None else len(shape), static)
     for level in range(depth):
         if not tree.frontier:
             break
@@ -105,10 +105,8 @@ def dense_tree(engine, sequence, shape, depth, num_nodes):
 
             engine.expected(features, sequence.token_ids, choose, level + 1)
             rows.append(seen[-1])
-        num_ranks = WIDTH if static is None else static.num_ranks(level)
-        found = ranker(torch.stack(rows), [sequence] * len(rows), [0] * len(rows), level, num_ranks)
-        add = tree.add_children if static is None else partial(static.add_children, tree)
-        add(*found)
+        num_ranks = WIDTH if static is None else static.num_ranks[level]
+        tree.add_children(*ranker(torch.stack(rows), [sequence] * len(rows), [0] * len(rows), level, num_ranks))
     return tree.nodes()
 
 

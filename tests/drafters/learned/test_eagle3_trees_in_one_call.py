@@ -9,6 +9,7 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.runner.row_module import RowModule
 from support.eagle3 import write_checkpoint
+from support.grids import combinations
 from support.programs import needs_programs
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 1, 4, 1, 5]]
@@ -48,9 +49,9 @@ def drafts_of(model, folder, params, in_one_call=True, **settings):
 
 
 @needs_programs
-@pytest.mark.parametrize("tree", [1, 3, 24, STATIC], ids=["1", "3", "24", "static"])
-@pytest.mark.parametrize("own_ids", [None, 40], ids=["target's ids", "own ids"])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@combinations(
+    tree={"1": 1, "3": 3, "24": 24, "static": STATIC}, own_ids={"target's ids": None, "own ids": 40}, settings=SETTINGS
+)
 def test_a_program_drafts_the_trees_of_pytorch(tmp_path, model, tree, own_ids, settings):
     write_checkpoint(tmp_path, model, draft_vocab_size=own_ids)
     params = [settings[i % len(settings)] | {"seed": i} for i in range(len(PROMPTS))]

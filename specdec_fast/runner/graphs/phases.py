@@ -1,4 +1,4 @@
-"""What the graph of each side of a step computes, on the inputs of a bucket and without the host."""
+"""What the graph of each phase of a step computes, on the inputs of a bucket and without the host."""
 
 from __future__ import annotations
 
