@@ -19,8 +19,7 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.clover.model import CloverModel, load_clover
-from specdec_fast.drafters.shared.heads import HeadsDrafter
-from specdec_fast.drafters.shared.static_trees import ranked_tokens
+from specdec_fast.drafters.shared.heads import HeadsDrafter, ranked_tokens
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import batch_without_pages
 from specdec_fast.request.sequence import Sequence

@@ -39,21 +39,13 @@ WIDTH = 4
 
 @dataclass
 class _Growing:
-    """A tree in the making.
+    """A tree in the making."""
 
-    Attributes:
-        sequence: that it follows.
-        tree: its nodes so far.
-        depth: the largest depth.
-        fed: the row of ``states`` of which the last true row was made.
-        made: rows of ``states`` with the results of the root and of the nodes that were a frontier.
-    """
-
-    sequence: Sequence
-    tree: GrowingTree
-    depth: int
-    fed: int
-    made: dict[int, int]
+    sequence: Sequence  # that it follows
+    tree: GrowingTree  # its nodes so far
+    depth: int  # the largest depth
+    source: int  # the row of the states of which the last true row was made
+    made: dict[int, int]  # rows of the states with the results of the root and of the nodes that were a frontier
 
 
 class LastRows(NamedTuple):
@@ -177,16 +169,16 @@ class Eagle3Trees:
     def _add_children(self, growing: list[_Growing], logits: Tensor, depth: int) -> None:
         """Add children to the nodes of all frontiers, which have the rows of ``logits``."""
         owners = []
-        fed = []
+        previous = []
         ends = [0]
         for each in growing:
             owners += [each.sequence] * len(each.tree.frontier)
-            fed += [_token(each, node) for node in each.tree.frontier]
-            ends.append(len(fed))
+            previous += [_token(each, node) for node in each.tree.frontier]
+            ends.append(len(previous))
         num_ranks = WIDTH if self._shape is None else self._shape.num_ranks[depth]
-        found = self._ranker(logits, owners, fed, depth, num_ranks)
+        ranked = self._ranker(logits, owners, previous, depth, num_ranks)
         for each, (start, stop) in zip(growing, pairwise(ends), strict=True):
-            each.tree.add_children(found.token_ids[start:stop], found.log_probs[start:stop])
+            each.tree.add_children(ranked.token_ids[start:stop], ranked.log_probs[start:stop])
 
     def _forward(self, pool: PagePool, growing: list[_Growing], states: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the frontiers; return logits and results of their nodes."""
@@ -203,7 +195,7 @@ class Eagle3Trees:
             rows = {node: row for row, node in enumerate(nodes, start=len(tokens) + 1)}
             wanted += [rows[node] for node in tree.frontier]
             spans.append(Rows(sequence, sequence.length - 2, len(nodes) + 1))
-            sources += [each.fed, *(each.made[tree.parent(node)] for node in nodes)]
+            sources += [each.source, *(each.made[tree.parent(node)] for node in nodes)]
             tokens += [_token(each, node) for node in (ROOT, *nodes)]
             parents += above
             counts.append(len(nodes))

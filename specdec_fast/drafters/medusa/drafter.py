@@ -21,8 +21,7 @@ from specdec_fast.drafters.base import DrafterContext, StepResult
 from specdec_fast.drafters.medusa.checkpoint import Head, MedusaWeights, read_heads
 from specdec_fast.drafters.shared.checkpoint.settings import Settings
 from specdec_fast.drafters.shared.checkpoint.target import check_whole
-from specdec_fast.drafters.shared.heads import HeadsDrafter
-from specdec_fast.drafters.shared.static_trees import ranked_tokens
+from specdec_fast.drafters.shared.heads import HeadsDrafter, ranked_tokens
 from specdec_fast.errors import VocabularyMismatchError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
