@@ -18,14 +18,15 @@ from specdec_fast.drafters.eagle3.training import new_module, save_drafter
 from specdec_fast.drafters.medusa.training import new_heads, save_heads
 from specdec_fast.drafters.shared.new_drafter import DrafterSize
 from specdec_fast.drafters.shared.trainable import DrafterModule
+from specdec_fast.drafters.specblock.checkpoint import NUM_FEATURES
 from specdec_fast.drafters.specblock.training import NUM_SLOTS, new_blocks, save_blocks
 from specdec_fast.errors import ConfigError
 from specdec_fast.training.drafter_loss import Teacher, loss_of
 from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
 from specdec_fast.training.hit_counts import hit_counts
-from specdec_fast.training.specblock_loss import NUM_FEATURES, block_loss
+from specdec_fast.training.specblock_loss import block_loss
 from specdec_fast.training.texts import Texts, frequent_ids, rarest_id
-from specdec_fast.training.trainer import Loss, Recipe, Trainer
+from specdec_fast.training.trainer import Loss, Trainer, TrainingSettings
 from specdec_fast.trees.static import MOST_NODES, fit_tree
 
 _SIZES = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
@@ -65,7 +66,7 @@ class Eagle3Kind(DrafterKind):
     """EAGLE-3: one layer over three taps."""
 
     options: tuple[str, ...] = _SIZES
-    num_steps = Recipe.num_steps
+    num_steps = TrainingSettings.num_steps
     begin: Callable[..., Any] = staticmethod(new_module)
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
@@ -133,8 +134,8 @@ class _HeadsKind(DrafterKind):
     def _fitted(self, trainer: Trainer, held_out: list[Tensor]) -> tuple[list[list[float]], list[list[int]]]:
         shape = [self._num_heads, min(_MOST_RANKS, self._config.vocab_size)]
         counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64, device="cpu")
-        for token_ids, lengths, lesson in trainer.lessons(held_out):
-            counts += hit_counts(trainer.module, lesson.features, token_ids, lengths, shape)
+        for token_ids, lengths, output in trainer.teacher_outputs(held_out):
+            counts += hit_counts(trainer.module, output.features, token_ids, lengths, shape)
         rates = [[round(n / max(1, of_depth[0]), 4) for n in of_depth[1:]] for of_depth in counts.tolist()]
         return rates, [list(path) for path in fit_tree(rates, self._num_nodes)] or [[0]]
 
@@ -199,8 +200,8 @@ class DFlashKind(DrafterKind):
         if not self._block.markov_rank:
             return {}
         total = torch.zeros(self.num_steps, 4, dtype=torch.float64, device="cpu")
-        for token_ids, _, lesson in trainer.lessons(held_out):
-            hits = confidence_report(self._module, token_ids, lesson, min(self.num_steps, token_ids.shape[1] - 2))
+        for token_ids, _, output in trainer.teacher_outputs(held_out):
+            hits = confidence_report(self._module, token_ids, output, min(self.num_steps, token_ids.shape[1] - 2))
             total[: len(hits)] += hits
         names = ("estimated", "accepted", "squared_error")
         means = total[:, :3] / total[:, 3:].clamp(min=1)

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.ragged_batch import RowPadding
 from specdec_fast.config import EngineConfig
 from specdec_fast.device_copy import to_device
 from specdec_fast.errors import DrafterError
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.trees.growing import TreeNodes
@@ -23,19 +26,13 @@ from specdec_fast.trees.parents import ROOT, depths_of, parents_among
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """The argument of a function registered in ``DRAFTERS``.
+    """The argument of a function registered in ``DRAFTERS``."""
 
-    Attributes:
-        target: the model that verifies; ``target.model`` is the Hugging Face model with its weights, ``target.ops``
-            has the ops chosen for its device.
-        config: the engine's settings.
-        tokenizer: the target's; None if none is known.
-
-    """
-
+    # the model that verifies: target.model is the Hugging Face model with its weights, target.ops has the ops chosen
+    # for its device
     target: RaggedModel
     config: EngineConfig
-    tokenizer: Any | None = None
+    tokenizer: Any | None = None  # the target's; None if none is known
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +55,6 @@ class Draft:
         scores: how confident the drafter is of each token, ``[sum(num_draft_tokens)]`` fp32, as the logarithm of its
             estimate that the target accepts the token and all before it on its path. So at most 0, and at most the
             score of the parent. On the CPU. None if it has no estimates. They decide no token.
-
     """
 
     token_ids: Tensor
@@ -67,20 +63,16 @@ class Draft:
     scores: Tensor | None = None
 
     def check(self, limits: list[int], node_limits: list[int] | None = None) -> list[int]:
-        """Check the draft against the contract.
+        """Check the draft against the contract; return the depth of each sequence's draft.
 
         Args:
             limits: per sequence, the largest depth: of a chain, its number of tokens.
             node_limits: per sequence, the largest number of draft tokens; None: ``limits``.
 
-        Returns:
-            The depth of each sequence's draft.
-
         Raises:
             DrafterError: there is not one count per sequence, a count or a depth exceeds its limit, the counts do not
                 add up to the number of tokens, the tokens are not a dense int64 tensor in memory, the parents are not
                 those of trees, or the scores rise along a path.
-
         """
         self._check_tokens(limits if self.parents is None or node_limits is None else node_limits)
         depths = self.num_draft_tokens if self.parents is None else self._checked_depths(limits)
@@ -209,7 +201,6 @@ class StepResult:
         hidden_states: the target's hidden states at every row of that forward, rejected rows included:
             ``[T, taps, H]`` in the dtype of its residual stream, on its device. None if the drafter has no taps. The
             drafter may keep it; a slice keeps all of its memory, so copy smaller parts.
-
     """
 
     accepted_rows: list[Many[int]]
@@ -240,7 +231,6 @@ class Drafter(ABC):
         has_scores: whether its drafts have ``Draft.scores``; read once, when the engine is made.
         settings: which of the settings ``tap_layers`` and ``draft_tree`` it reads. The engine refuses the others,
             because they would have no effect.
-
     """
 
     taps: tuple[int | str, ...] = ()
@@ -296,7 +286,6 @@ class Drafter(ABC):
             num_sequences: number of sequences of a step.
             num_draft_tokens: largest number of draft tokens per sequence, at least 1.
             prefill_rows: largest number of rows of a prefill forward; None: as many as a forward may have.
-
         """
         return 0
 
@@ -306,13 +295,10 @@ class Drafter(ABC):
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         """Measure the time of drafting one token for each of several sequences; called if K is ``"auto"``.
 
-        Args:
-            row_counts: the numbers of sequences to measure.
-
         Returns:
-            Seconds by number of sequences; key 0 has the part of a proposal's cost that does not depend on its
-            length. None if the drafter does not know; then the engine measures the cost during the first steps.
-
+            Seconds by number of sequences, for those of ``row_counts``; key 0 has the part of a proposal's cost that
+            does not depend on its length. None if the drafter does not know; then the engine measures the cost during
+            the first steps.
         """
         return None
 
@@ -338,7 +324,6 @@ class Drafter(ABC):
             positions: per sequence, the positions that were computed: they continue those of its last call.
             features: ``[T, taps, H]``, sequence after sequence: row ``sum(map(len, positions[:i])) + j`` belongs to
                 position ``positions[i][j]`` of ``sequences[i]``. ``T`` is at most 2,048.
-
         """
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:  # noqa: B027
@@ -348,7 +333,6 @@ class Drafter(ABC):
             sequences: the step's ``B`` admitted sequences that have not ended.
             result: the step's result for these sequences. The last row in ``accepted_rows[i]`` belongs to position
                 ``sequences[i].length - 2``, so its hidden states are those that chose the newest token.
-
         """
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
@@ -364,7 +348,6 @@ class TreeDrafter(Drafter):
 
     Attributes:
         max_nodes: the largest number of nodes that it proposes for one sequence; constant.
-
     """
 
     max_nodes: int = 0
@@ -377,12 +360,42 @@ class TreeDrafter(Drafter):
             sequences: ``B`` sequences, whose ``token_ids`` must not be changed.
             limits: per sequence, the largest depth of its tree; at least one is above 0.
             node_limits: per sequence, the largest number of nodes; 0 where the depth must be 0.
-
         """
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Propose trees of as many nodes as a chain may have tokens."""
         return self.propose_trees(sequences, limits, limits)
+
+
+class PooledDrafter(Drafter):
+    """A drafter that keeps KV entries in a pool with as many pages as the target's; there is none before ``prepare``.
+
+    ``row_padding`` has the row counts of its forwards; None: any.
+    """
+
+    def __init__(self, layout: KVLayout, row_padding: RowPadding | None = None) -> None:
+        self._kv_layout = layout
+        self._row_padding = row_padding
+        self.pool: PagePool | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._kv_layout.bytes_per_token
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        # Keep the present pool if it is large enough and no interrupted call left pages.
+        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
+            self.pool = None  # frees the old pool's memory before the new one is allocated
+            self.pool = PagePool(self._kv_layout, num_tokens, page_size, self._row_padding)
+
+    def grow(self, num_tokens: int) -> None:
+        if self._pool().num_tokens < num_tokens:
+            self.pool = self._pool().grown(num_tokens)
+
+    def _pool(self) -> PagePool:
+        if self.pool is None:
+            raise RuntimeError("prepare() has not been called.")
+        return self.pool
 
 
 class NoDrafter(Drafter):
@@ -396,12 +409,10 @@ class NoDrafter(Drafter):
         return "none"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Propose no token for any sequence."""
         return Draft(self._no_tokens, [0] * len(sequences))
 
 
 def _expect_dense(name: str, tensor: Tensor) -> None:
-    """Check that the values of a tensor can be read."""
     if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
         raise DrafterError(f"a drafter's {name} are {kind}; expected a dense tensor on a device with memory.")

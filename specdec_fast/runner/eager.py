@@ -15,7 +15,7 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.runner.drafting import chosen_tokens, draft_chains
+from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages
 from specdec_fast.runner.verification import StepPlan, Verification
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
@@ -100,7 +100,7 @@ class EagerRunner:
 
         first = to_device(token_ids, pool.layout.device)
         with self._attached():
-            return draft_chains(pool, rows, first, None, num_draft_tokens, forward, choose)
+            return draft_on_pages(pool, rows, first, None, num_draft_tokens, forward, choose)
 
 
 def _interleaved(plan: StepPlan, vocab_size: int) -> Tensor:

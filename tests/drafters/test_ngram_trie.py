@@ -64,7 +64,7 @@ def test_whole_runs(target, prompt_ids, expected, batch_size, max_nodes):
     outputs = engine.generate(prompt_ids, PARAMS)
     assert [output.token_ids for output in outputs] == expected
     assert drafter.num_branches
-    assert not drafter._indexes, "released sequences leave nothing behind"
+    assert not drafter.indexes, "released sequences leave nothing behind"
 
 
 def test_trees_hold_more_than_chains(target, prompt_ids, expected):

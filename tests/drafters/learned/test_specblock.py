@@ -17,8 +17,8 @@ from specdec_fast.ops.registry import all_ops
 from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.trees.rows import rows_of_trees
-from support.courses import features_of
 from support.models import VOCAB_SIZE
+from support.simulated_engine import features_of
 from support.specblock import (
     TAPS,
     K,
@@ -175,7 +175,7 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     assert compared.num_trees >= 8
     assert compared.num_nodes > compared.num_trees
     assert compared.deepest <= config["num_draft_tokens"]
-    assert not compared.drafter._states, "released sequences leave nothing behind"
+    assert compared.drafter.num_admitted == 0, "released sequences leave nothing behind"
     assert compared.drafter.pool.is_vacant
 
 
