@@ -64,8 +64,8 @@ class ChainGraphs(GraphStore):
             inputs = Inputs(bucket, pool.page_size, pool.layout.device)
             own = features.new_zeros(bucket.num_rows, *features.shape[1:])
             rules = inputs.sampling if kind.samples else None
-            size = (num_forwards, pool.page_size)
-            return GraphSpec(inputs, own, partial(chain_loop, parts, inputs, own, rules, size))
+            run = partial(chain_loop, parts, inputs, own, rules, num_forwards, pool.page_size)
+            return GraphSpec(inputs, own, run)
 
         def fill(inputs: Inputs, own: Tensor | None) -> None:
             inputs.send(layout, token_ids, sampling, is_verified=False)

@@ -217,7 +217,7 @@ class Graphs(GraphStore):
         def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
             return self._choices.choose(logits, kind.vocab_size, sampling, fed, one_each)
 
-        return partial(drafting_loop, last_logits, inputs, sampling, choose, (kind.num_forwards, pool.page_size))
+        return partial(drafting_loop, last_logits, inputs, sampling, choose, kind.num_forwards, pool.page_size)
 
 
 def _why_not(model: nn.Module) -> str | None:
