@@ -21,8 +21,9 @@ from bench.common import report
 from bench.common.correctness_gate import BASELINE, disagreement
 from bench.common.references import prepare_reference
 from bench.common.timing import Call, Clock, median_ratio
+from bench.op_cases import OP_CASES, Case
 from specdec_fast.commands.common import format_table
-from specdec_fast.ops import BACKENDS, Case, Op, all_ops
+from specdec_fast.ops import BACKENDS, Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
 
 COPY_BYTES = 1 << 28  # bytes read, and as many written: more than a cache holds
@@ -59,7 +60,8 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
         op = all_ops()[name]
         able = [b for b in args.backends or op.implementations if why_not(op, b, device) is None]
         backends = (BASELINE, *(b for b in able if b != BASELINE))
-        cases = op.benchmarks_of_rows(args.rows) if op.benchmarks_of_rows and args.rows else op.benchmarks()
+        of_rows = OP_CASES[name].benchmarks_of_rows
+        cases = of_rows(args.rows) if of_rows and args.rows else OP_CASES[name].benchmarks
         for case in cases:
             for dtype in args.dtypes:
                 if args.cases in case.name:
@@ -94,7 +96,7 @@ def measure(subject: Subject, clock: Clock, copy: Call, repeats: int) -> list[di
         calls[backend] = partial(subject.op.load(backend, check=False), **args)
     reference = prepare_reference(subject.op.name, args)
     seconds = clock.interleave([calls | reference] * repeats)
-    num_bytes = subject.op.bytes_moved(**args)
+    num_bytes = OP_CASES[subject.op.name].bytes_moved(**args)
     rows = []
     for method in (*subject.backends, *reference):
         rows.append(
@@ -192,9 +194,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--backends: {backend} cannot run {op} here: {reason}")
     if min(args.rows or [1]) < 1:
         parser.error(f"--rows: {min(args.rows)}; expected 1 or more")
-    fixed = [op for op in args.ops if args.rows and all_ops()[op].benchmarks_of_rows is None]
+    fixed = [op for op in args.ops if args.rows and OP_CASES[op].benchmarks_of_rows is None]
     if fixed:
-        able = ", ".join(name for name, op in all_ops().items() if op.benchmarks_of_rows)
+        able = ", ".join(name for name, cases in OP_CASES.items() if cases.benchmarks_of_rows)
         parser.error(f"--rows: {', '.join(fixed)} cannot vary the number of rows; expected --ops {able}")
     args.dtypes = [report.DTYPES[name] for name in args.dtypes]
     return args

@@ -32,8 +32,7 @@ def generate(
             Drafter; None (or ``"none"``) for plain decoding.
         prompts: a prompt, or a list of prompts of any kinds. A prompt is a string, a list of token ids, a list of
             messages (``[{"role": "user", "content": "Hello"}]``), or the result of a tokenizer.
-        params: SamplingParams or a transformers GenerationConfig: one for all prompts, or a list with one for each;
-            None is greedy.
+        params: SamplingParams or a transformers GenerationConfig for all, or a list with one each; None is greedy.
         tokenizer: the target's; None loads the one beside the model.
         progress: show a progress bar; None shows it on a terminal.
         **keywords: fields of EngineConfig, such as ``method``, ``max_batch_size``, ``num_draft_tokens``, and of
@@ -44,7 +43,6 @@ def generate(
 
     Raises:
         SpecDecError: an argument is invalid; a subclass is raised before any decoding, see ``Engine``.
-
     """
     # Both are checked before a model is loaded.
     prompt_options = {name: keywords.pop(name) for name in PROMPT_KEYWORDS if name in keywords}

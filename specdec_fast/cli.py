@@ -30,12 +30,7 @@ _READER_LEFT = 141  # what a shell shows for a program that a closed pipe has en
 
 
 def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Build the parser; each command declares its own arguments beside its code.
-
-    Args:
-        argv: the arguments to parse; modules of commands that they do not name are not imported. None: all commands.
-
-    """
+    """Build the parser; modules of commands that ``argv`` does not name are not imported. None: all commands."""
     parser = argparse.ArgumentParser(
         prog="specdec-fast", description="Exact, fast, batched speculative decoding of Hugging Face language models."
     )
@@ -53,12 +48,10 @@ def _module(command: str) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command; return its exit status.
 
-    Returns:
-        0; 1 if the command found a difference or an invalid line; 2 if the arguments are invalid; 141 if what reads
-        the output has left, as ``head`` does.
-
+    It is 0; 1 if the command found a difference or an invalid line; 2 if the arguments are invalid; 141 if what reads
+    the output has left, as ``head`` does.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser(argv)

@@ -12,7 +12,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.request.prompt_options import PROMPT_KEYWORDS, unknown_keyword
 from specdec_fast.sampling_params import as_plain
 from specdec_fast.speculation_length import LengthPolicy, make_length_policy
-from specdec_fast.speculation_length.choice_tree import MOST_NODES, checked_choices
+from specdec_fast.trees.static import MOST_NODES, checked_choices
 
 _DTYPES = {
     "float32": torch.float32,
@@ -42,11 +42,11 @@ class EngineConfig:
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None: as many as a full window
             of each call's largest requests needs. Sequences take pages as they grow. If the pool is full, the youngest
             one gives up its pages and is prefilled again later, with the same tokens.
-        memory_bytes: budget for weights, KV entries and the working memory of steps, on the device of the target;
-            the interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens``, the nodes of
-            trees and ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must, and takes
-            the rest of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot fit is
-            refused before it is loaded. None: no budget. See ``docs/planning.md``.
+        memory_bytes: budget for weights, KV entries and the working memory of steps, on the device of the target; the
+            interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens``, the nodes of trees
+            and ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must, and takes the
+            rest of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot fit is refused
+            before it is loaded. None: no budget. See ``docs/planning.md``.
         page_size: KV positions per page.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
             while a long prompt is prefilled. None: a step prefills whole prompts, so that a batch ends soonest.
@@ -71,7 +71,6 @@ class EngineConfig:
 
     Raises:
         ConfigError: a value is out of range; the message names it.
-
     """
 
     method: str = "exspec"
@@ -137,7 +136,6 @@ class EngineConfig:
 
         Raises:
             ConfigError: a keyword is unknown; the message lists the known ones.
-
         """
         known = [f.name for f in fields(cls)]
         for name in keywords:
@@ -149,12 +147,7 @@ class EngineConfig:
 
 
 def as_config(config: EngineConfig | None, keywords: Mapping[str, Any]) -> EngineConfig:
-    """Return a config unchanged, or make one from keywords.
-
-    Raises:
-        ConfigError: both are given, or the config is not an EngineConfig.
-
-    """
+    """Return a config unchanged, or make one from keywords. Raises ConfigError for both, or another kind of config."""
     if config is None:
         return EngineConfig.from_keywords(keywords)
     if keywords:

@@ -22,11 +22,7 @@ _DTYPES = {
 def to_device(values: np.ndarray | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Copy to ``device`` without waiting for its queued work; ``torch.tensor(..., device=...)`` would wait.
 
-    Args:
-        values: numbers, or an array. An array keeps its dtype, and the caller must not modify it afterwards.
-        device: device of the result.
-        dtype: dtype of the result if ``values`` are numbers.
-
+    An array keeps its dtype, and the caller must not modify it afterwards. Other numbers get ``dtype``.
     """
     is_array = isinstance(values, np.ndarray)
     tensor = torch.from_numpy(values) if is_array else torch.tensor(values, dtype=dtype, device="cpu")
@@ -34,18 +30,10 @@ def to_device(values: np.ndarray | Sequence[float], device: torch.device, dtype:
 
 
 def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy several arrays to ``device`` in one transfer, without waiting for its queued work.
+    """Copy int32, int64 or float64 arrays to ``device`` in one transfer, without waiting for its queued work.
 
-    The arrays are packed into one buffer of bytes. The results are views of its copy, so nothing runs on the device to
-    unpack it, and the copy is freed with the last of them.
-
-    Args:
-        arrays: int32, int64 or float64, of any shapes; the caller must not modify them afterwards.
-        device: device of the results.
-
-    Returns:
-        A tensor per array, with its dtype and shape.
-
+    The arrays, which the caller must not modify afterwards, are packed into one buffer of bytes. The results are views
+    of its copy, with their dtypes and shapes, so nothing runs on the device to unpack it; the last of them frees it.
     """
     if device.type == "cpu":  # nothing is transferred, so packing would only cost time
         return [torch.from_numpy(array) for array in arrays]
@@ -53,7 +41,6 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 
 
 def _in_one_copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Pack, copy, and return views of the copy."""
     starts, size = _starts([array.nbytes for array in arrays])
     packed = np.zeros(max(size, 1), np.uint8)  # slices of an empty tensor have stride 0, with which no view is possible
     for start, array in zip(starts, arrays, strict=True):
@@ -69,9 +56,9 @@ def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return where each of several arrays begins in one buffer, and the size of the buffer, all in bytes."""
     starts = []
     size = 0
-    for own in sizes:
+    for size_of_array in sizes:
         starts.append(size)
-        size += -(-own // _ALIGNMENT) * _ALIGNMENT
+        size += -(-size_of_array // _ALIGNMENT) * _ALIGNMENT
     return starts, size
 
 
@@ -79,15 +66,8 @@ class PackedArrays:
     """Arrays that are sent to a device together, in one transfer, whenever the host has written new values.
 
     The tensors on the device stay the same, so a graph may read them. The host has two copies of the arrays and writes
-    them in turn. So it writes the arrays of a step while the transfer of the step before may still run.
-
-    Args:
-        shapes: dtype (int32, int64 or float64) and shape of each array, by name. All values are 0 at first.
-        device: device of the tensors.
-
-    Attributes:
-        on_device: the tensors, by name.
-
+    them in turn. So it writes the arrays of a step while the transfer of the step before may still run. ``shapes`` has
+    dtype (int32, int64 or float64) and shape of each array, by name. All values are 0 at first.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[Any, tuple[int, ...]]], device: torch.device) -> None:
@@ -124,8 +104,7 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy from the host to another device without waiting.
 
     The memory that ``pin_memory`` allocates comes from PyTorch's cache. It records an event after the copy, and hands
-    the memory out again only when the event has passed. So a step may write its arrays while the copy of the step
-    before still runs.
+    the memory out again only when the event has passed. So a step may write its arrays during the last step's copy.
     """
     if device.type == "cuda":  # a copy from memory that is not pinned may wait
         tensor = tensor.pin_memory()
@@ -133,25 +112,14 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Joined(NamedTuple):
-    """Several results in one tensor, as a graph leaves them.
+    """Several results in one tensor, as a graph leaves them."""
 
-    Attributes:
-        values: ``[N]``, integers.
-        parts: which of them each result is.
-
-    """
-
-    values: Tensor
-    parts: tuple[slice, ...]
+    values: Tensor  # ``[N]``, integers
+    parts: tuple[slice, ...]  # which of them each result is
 
 
 def to_host(tensors: Sequence[Tensor] | Joined) -> list[list[int]]:
-    """Copy flat integer tensors of one device to the host, in one transfer. No other part of a step waits for a device.
-
-    Returns:
-        The values of each tensor.
-
-    """
+    """Return the values of flat integer tensors of one device, in one transfer; a step waits for a device here only."""
     if isinstance(tensors, Joined):
         values = tensors.values.tolist()
         return [values[part] for part in tensors.parts]

@@ -53,17 +53,9 @@ def training_modules(model: nn.Module) -> frozenset[str]:
 def check_repeats(model: nn.Module, compute: Callable[[], Tensor], known: frozenset[str]) -> frozenset[str]:
     """Return the names of the model's modules in training mode, after checking that they are not random.
 
-    Replacing a module leaves the new one in training mode, which only matters if it, or a module within it, has
-    dropout.
-
-    Args:
-        model: that PyTorch runs.
-        compute: computes its logits of a short text.
-        known: what this function returned before.
-
-    Raises:
-        UnsupportedModelError: the model itself is in training mode, or two computations give different logits.
-
+    Replacing a module leaves the new one in training mode, which only matters if something in it has dropout. Raises
+    UnsupportedModelError if the model itself is in training mode, or two computations of its logits of a short text
+    (``compute``) differ. ``known`` is what this function returned before.
     """
     parts = training_modules(model)
     if "" in parts:
@@ -82,10 +74,7 @@ def check_repeats(model: nn.Module, compute: Callable[[], Tensor], known: frozen
 class Watch:
     """The state of a model when its program or its graphs were made. It keeps the model's tensors alive.
 
-    Args:
-        model: the model.
-        baked: parameters and buffers whose numbers a program has copied instead of reading them.
-
+    ``baked`` are parameters and buffers whose numbers a program has copied instead of reading them.
     """
 
     def __init__(self, model: nn.Module, baked: Sequence[Tensor]) -> None:

@@ -23,7 +23,6 @@ class DecodingStats:
         num_emitted_tokens: tokens emitted, cut at EOS, a stop string and ``max_new_tokens``.
         accepted_per_position: at index i, the number of times that a draft token at depth i + 1 was accepted; in a
             chain, that is draft token i (0-based).
-
     """
 
     num_drafts: int = 0
@@ -92,7 +91,6 @@ class StageTimer:
         self._at_last_lap: dict[str, float] = {}
 
     def __call__(self, stage: str) -> _Stage:
-        """Add the time spent inside the ``with`` block to ``stage``."""
         return _Stage(self.seconds, stage)
 
     def move(self, seconds: float, source: str, destination: str) -> None:
@@ -125,7 +123,6 @@ class RunStats:
         seconds: wall-clock time of the call so far. The stages add up to less, because there is host work between them.
         timer: seconds per stage: prefill, draft, verify, accept, commit.
         decoding: acceptance counts, summed over all sequences.
-
     """
 
     num_steps: int = 0
@@ -151,15 +148,14 @@ class GenerationOutput:
         index: position of the prompt in the call; outputs are returned in this order.
         prompt_ids: the prompt's token ids.
         token_ids: emitted ids, including the EOS or stop id, or the token that completed a stop string.
-        text: the emitted ids decoded without special tokens, up to the beginning of a stop string; None if no
-            tokenizer is known.
+        text: the emitted ids decoded without special tokens, up to the beginning of a stop string; None if no tokenizer
+            is known.
         finish_reason: ``"stop"`` (EOS, a stop id or a stop string), ``"length"`` (``max_new_tokens``, or no position
             left), or ``"error"``.
         stats: acceptance counts of this sequence.
         error: the reason why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before it are kept.
         logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not requested.
         seed: the request's seed, which draws the same tokens again; None for greedy decoding.
-
     """
 
     index: int
@@ -192,7 +188,6 @@ class StreamChunk:
         finish_reason: None until the sequence's last chunk.
         error: set on the last chunk of a request that failed.
         logprobs: one per token of ``token_ids``; None if not requested.
-
     """
 
     index: int

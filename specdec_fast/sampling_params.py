@@ -103,7 +103,6 @@ class SamplingParams:
 
     Raises:
         InvalidParamsError: a value is out of range; the message names it.
-
     """
 
     max_new_tokens: int = 128
@@ -197,7 +196,6 @@ class SamplingParams:
 
         Raises:
             NotYetSupportedError: the config sets a field that has no counterpart here.
-
         """
         given = {k: v for k, v in config.to_diff_dict().items() if v is not None and k != "eos_token_id"}
         given = {k: v for k, v in given.items() if _NEUTRAL_VALUES.get(k) != v}
@@ -240,8 +238,8 @@ def recommended_sampling(generation_config: Any) -> dict[str, Any]:
     As in vLLM, none of transformers' defaults is among them, and ``do_sample`` has no effect.
     """
     given = {} if generation_config is None else generation_config.to_diff_dict()
-    found = {name: given[name] for name in _RECOMMENDED if given.get(name) is not None}
-    return found | {"top_k": 0} if found.get("top_k") == -1 else found
+    recommended = {name: given[name] for name in _RECOMMENDED if given.get(name) is not None}
+    return recommended | {"top_k": 0} if recommended.get("top_k") == -1 else recommended
 
 
 def eos_ids(eos_token_id: Any) -> tuple[Any, ...]:

@@ -1,8 +1,7 @@
 """Threads of a forward that PyTorch runs: all threads for linears and attention, one for the operations between them.
 
-PyTorch splits an elementwise operation among threads at arbitrary places. It computes the end of each thread's part,
-behind the last full vector, by another function, whose results may differ in the last bits. On one thread nothing is
-split.
+PyTorch splits an elementwise operation among threads at arbitrary places, and computes the end of each part, behind the
+last full vector, by another function, whose results may differ in the last bits. On one thread nothing is split.
 """
 
 from __future__ import annotations

@@ -16,11 +16,7 @@ def replaced(path: Path) -> Iterator[Path]:
     """Yield the path of an unfinished file beside ``path``, whose place it takes when the block has ended.
 
     If the block raises, the unfinished file is removed. Only a process that is killed leaves one; it is never read, and
-    the next call writes over it.
-
-    Raises:
-        OutputError: the file cannot be written, because the disk is full, for example.
-
+    the next call writes over it. Raises OutputError if the file cannot be written, as when the disk is full.
     """
     unfinished = path.with_suffix(".unfinished")
     try:

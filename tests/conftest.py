@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
 
@@ -23,6 +24,9 @@ from transformers.utils import logging
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; tests interrupt what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 gc.disable()  # until all tests are collected: nothing of that is garbage
 
 # The same examples in every run, and no limit of time: that would depend on the machine, and on what else it does.
@@ -31,12 +35,36 @@ settings.load_profile("ci")
 pytest.register_assert_rewrite("support")  # before anything of it is imported
 
 
+NUM_LEFT = pytest.StashKey[int]()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what carries the marker
 def pytest_collection_modifyitems(items):
     """Leave to ``make test-rest`` what a test of all combinations of its parameters need not run every time."""
     from support.grids import mark_what_is_covered
 
     mark_what_is_covered(items)
+
+
+def pytest_deselected(items):
+    left = [item for item in items if item.get_closest_marker("grid")]
+    if left:
+        left[0].config.stash[NUM_LEFT] = len(left)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, each of which collects everything
+        session.config.workeroutput["num_left"] = session.config.stash.get(NUM_LEFT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[NUM_LEFT] = getattr(node, "workeroutput", {}).get("num_left", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if num_left := config.stash.get(NUM_LEFT, 0):
+        terminalreporter.write_line(f"{num_left} tests of grids are left to make test-rest")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,8 +17,7 @@ class Item:
 
     def __init__(self, params, together):
         self.nodeid, self.marks = f"test_x[{params}]", [each_value_once(*together).mark]
-        indices = {name: AXES[name].index(value) for name, value in params.items()}
-        self.callspec = SimpleNamespace(params=params, indices=indices)
+        self.callspec = SimpleNamespace(params=params)
 
     def get_closest_marker(self, name):
         return next((mark for mark in self.marks if mark.name == name), None)

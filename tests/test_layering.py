@@ -250,6 +250,25 @@ def test_docstring_check_rejects():
     assert undocumented(ast.parse(source), {"A": (set(), {"f"}), "B": ({"A"}, set())}) == ["g"]
 
 
+def repeated_classes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the public classes that several files define, with these files."""
+    files: dict[str, list[str]] = {}
+    for file, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+                files.setdefault(node.name, []).append(file)
+    return {name: places for name, places in files.items() if len(places) > 1}
+
+
+def test_no_two_public_classes_have_one_name():
+    assert not repeated_classes({shown(path): tree_of(path) for path in PACKAGE})
+
+
+def test_class_name_check_rejects():
+    trees = {"a.py": "class A: pass\nclass _B: pass", "b.py": "class _B: pass", "c.py": "class A(C): pass"}
+    assert repeated_classes({file: ast.parse(source) for file, source in trees.items()}) == {"A": ["a.py", "c.py"]}
+
+
 def tracked_files() -> list[Path]:
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listing.returncode:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS
+from specdec_fast.trees.rows import TREE_MASK_BITS
 from specdec_fast.triton_kernels.attention_math import popcount
 from specdec_fast.triton_kernels.variant import Launch, Variant
 
@@ -76,14 +76,14 @@ def run_of(
     These are the positions of the pairs that take part, -1 for the others; the path of the run's last row; the end of
     its positions, 0 if no run ends here; the next ``begun``.
     """
-    own = tl.maximum(phase - 1, 0)
-    path = paths + own * path_width
-    is_last = first_row + own >= last_row
+    row_of_run = tl.maximum(phase - 1, 0)
+    path = paths + row_of_run * path_width
+    is_last = first_row + row_of_run >= last_row
     next_depth = tl.load(path + path_width, mask=not is_last, other=0)
     parent_of_next = tl.load(path + path_width + next_depth, mask=next_depth > 0, other=-1)  # a root has none
-    ends = is_last | (parent_of_next != first_row + own)
+    ends = is_last | (parent_of_next != first_row + row_of_run)
     path_end = tl.where(phase == 0, prefix, tl.where(ends, prefix + tl.load(path) + 1, 0))
-    takes_part = (phase == 0) | ((row >= begun) & (row <= own))
+    takes_part = (phase == 0) | ((row >= begun) & (row <= row_of_run))
     return tl.where(takes_part, row_position, -1), path, path_end, tl.where(ends, phase, begun)
 
 

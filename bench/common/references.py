@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common.timing import Call
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.trees.rows import TREE_MASK_BITS
 
 ROW_BLOCK = 256  # rows whose scores are computed in fp64 at once
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from specdec_fast.speculation_length import LengthPolicy, Profiler, StepObservation
-from specdec_fast.speculation_length.choice_tree import fit_tree
 from specdec_fast.speculation_length.fixed import FixedLength
+from specdec_fast.trees.static import fit_tree
 
 Seconds = Callable[[int], float]
 

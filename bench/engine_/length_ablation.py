@@ -35,10 +35,10 @@ class NoPrefillCost(AdaptiveLength):
         return 0.0
 
 
-class NoProbes(AdaptiveLength):
+class NoExploration(AdaptiveLength):
     """Once drafting has been given up, it is not tried again."""
 
-    def _may_probe(self, batch: list[Any], plain_speed: float) -> bool:
+    def _may_explore(self, batch: list[Any], plain_speed: float) -> bool:
         return False
 
 
@@ -61,7 +61,7 @@ VARIANTS: dict[str, Callable[[], LengthPolicy]] = {
     **{name: partial(FixedLength, k) for name, k in FIXED.items()},
     FULL: AdaptiveLength,
     "no prefill cost": NoPrefillCost,
-    "no probes": NoProbes,
+    "no exploration": NoExploration,
     "no plain steps": NoPlainSteps,
     "no correction": NoCorrection,
 }

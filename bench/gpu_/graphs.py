@@ -36,7 +36,7 @@ from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_ou
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import resolve
 from specdec_fast.runner import verification
-from specdec_fast.runner.drafting import greedy_tokens
+from specdec_fast.runner.drafting import chosen_tokens
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import CAPTURES
 from specdec_fast.runner.prefill import prefill
@@ -231,7 +231,7 @@ class _Forward:
         tokens, chosen = self.batch.token_ids, []
         for batch_of in decode_batches(self.pool, self.rows, self.num_forwards):
             logits = self.model.hf.forward(batch_of(token_ids=tokens), self.pool, None)
-            tokens = greedy_tokens(self.model.ops, logits, self.model.vocab_size)
+            tokens = chosen_tokens(self.model.ops, logits, self.model.vocab_size, None)
             chosen.append(tokens)
         return torch.stack(chosen, dim=1)
 

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.common.attention_shapes import AttentionShape
 from bench.common.timing import Call
+from bench.op_cases import OP_CASES
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops import Op, all_ops
 from specdec_fast.triton_kernels.variant import Variant
@@ -203,8 +204,9 @@ def _sampling(batch_size: int) -> Sampling:
 def calls_of_cases(dtypes: Iterable[torch.dtype], benchmarks: bool) -> Iterator[tuple[str, Call]]:
     """Yield every case of every op, and its call."""
     for dtype in dtypes:
-        for name, op in triton_ops().items():
-            for case in (*op.cases(), *(op.benchmarks() if benchmarks else ())):
+        for name in triton_ops():
+            op = OP_CASES[name]
+            for case in (*op.cases, *(op.benchmarks if benchmarks else ())):
                 args = case.make(torch.Generator().manual_seed(0), dtype, CPU)
                 yield f"{name} {case.name}", partial(launcher(name), **args)
 

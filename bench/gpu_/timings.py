@@ -26,6 +26,7 @@ from bench.common.timing import Call, Clock
 from bench.gpu_.flash_references import FLASH_REFERENCES
 from bench.gpu_.isolated_tasks import Progress, Settings, described
 from bench.gpu_.kernels import make_case, name_of, serving
+from bench.op_cases import OP_CASES
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
@@ -98,7 +99,7 @@ def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
             make = partial(shape.make, torch.bfloat16, device, SEED)
             yield Subject(all_ops()["paged_attention"], f"verify_{batch_size}x{context}", torch.bfloat16, make)
     for op in all_ops().values() if sizes.declared else ():
-        for case in op.benchmarks():
+        for case in OP_CASES[op.name].benchmarks:
             for dtype in (torch.bfloat16,) if op.exact else (torch.bfloat16, torch.float32):
                 yield Subject(op, case.name, dtype, partial(make_case, case, dtype, SEED, device))
 
@@ -172,7 +173,7 @@ def _figures(call: Call, subject: Subject, device: torch.device, bandwidth: floa
     seconds = cold_seconds(replay or call, device)
     clock = Clock(device)
     in_a_row = clock.seconds(call, clock.calls_per_sample(call))
-    num_bytes = subject.op.bytes_moved(**subject.make())
+    num_bytes = OP_CASES[subject.op.name].bytes_moved(**subject.make())
     return {
         "microseconds": 1e6 * seconds,
         "as_graph": replay is not None,

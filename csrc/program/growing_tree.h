@@ -1,5 +1,5 @@
-// The tree of one sequence while it is drafted, level by level. specdec_fast/drafters/shared/dynamic_tree.py states the rules; the
-// names are the same.
+// The tree of one sequence while it is drafted, level by level. specdec_fast/trees/growing.py states the rules; the names are
+// the same.
 #pragma once
 
 #include <cstddef>

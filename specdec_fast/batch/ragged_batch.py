@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TREE_MASK_BITS = 32  # rows per word of a tree mask
-
 
 @dataclass(frozen=True, kw_only=True)
 class PagedBatch:

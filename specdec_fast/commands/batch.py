@@ -113,11 +113,7 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
-    """Read and check the lines of a batch file; requests may give one of ``model_names``.
-
-    Raises:
-        ConfigError: the file is empty.
-    """
+    """Read and check a batch file, whose requests may give one of ``model_names``. Raises ConfigError if empty."""
     lines = []
     seen = set()
     for number, text in enumerate(read_lines(path), start=1):
@@ -179,12 +175,12 @@ def _served(
     owners: list[BatchLine] = []
     missing: dict[int, int] = {}  # by number of the line
     for line in lines:
-        own = _choices(engine, line, defaults, options)
+        of_line = _choices(engine, line, defaults, options)
         if line.problem is not None:
             yield line, []
-        choices += own
-        owners += [line] * len(own)
-        missing[line.number] = len(own)
+        choices += of_line
+        owners += [line] * len(of_line)
+        missing[line.number] = len(of_line)
     outputs: dict[int, list[GenerationOutput]] = defaultdict(list)
     prompts = [prompt for prompt, _ in choices]
     params = [each for _, each in choices]
@@ -199,13 +195,12 @@ def _served(
 def _choices(
     engine: Engine | None, line: BatchLine, defaults: SamplingParams, options: dict[str, Any]
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Return the ids and parameters of every choice of a request; set its problem if it has none."""
     if engine is None or line.body is None or line.problem is not None:
         return []
-    own = line.body.prompt_options()
-    variables = {**options.get("chat_template_kwargs", {}), **own.get("chat_template_kwargs", {})}
+    requested = line.body.prompt_options()
+    variables = {**options.get("chat_template_kwargs", {}), **requested.get("chat_template_kwargs", {})}
     try:
-        merged = {**options, **own, "chat_template_kwargs": variables}
+        merged = {**options, **requested, "chat_template_kwargs": variables}
         ids = [engine.encode(prompt, **merged) for prompt in line.body.prompts]
         requests = line.body.requests(defaults)
         num_each = line.body.n or 1
@@ -218,7 +213,6 @@ def _choices(
 def _record(
     line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None
 ) -> tuple[dict[str, Any], str | None]:
-    """Return the result of a line in the shape of OpenAI's API, and what has failed."""
     record = {"id": f"{_ID_PREFIX}{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
     failure = None if line.problem is None else line.problem.message
     if line.code is not None and line.problem is not None:

@@ -60,23 +60,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """The messages of one chat, and the engine that answers them.
-
-    Args:
-        engine: with the target's tokenizer.
-        args: the options of the command.
-        options: keywords of ``Engine.stream`` for the chat template.
-
-    Attributes:
-        num_failed: messages that could not be answered.
-    """
+    """The messages of one chat, and the engine that answers them; ``options`` are those of the chat template."""
 
     def __init__(self, engine: Engine, args: argparse.Namespace, options: dict[str, Any]) -> None:
         self._engine = engine
         self._args = args
         self._options = options
         self._num_messages = 0
-        self.num_failed = 0
+        self.num_failed = 0  # messages that could not be answered
         self.reset()
 
     def reset(self) -> None:
@@ -86,9 +77,7 @@ class Chat:
     def expect_template(self) -> None:
         """Write a chat out, so that a missing or failing template is noticed before anything is typed.
 
-        Raises:
-            RequestError: the tokenizer or its template cannot write a chat.
-            ConfigError: the same, where ``--chat-template`` may help.
+        Raises RequestError if the tokenizer or its template cannot; ConfigError where ``--chat-template`` may help.
         """
         try:
             self._engine.encode([*self._messages, {"role": "user", "content": "Hello"}], **self._options)
@@ -143,7 +132,6 @@ def _stop_event() -> Iterator[Event]:
 
 
 def _typed() -> Iterator[str]:
-    """Yield what is typed at a terminal until Ctrl-D; Ctrl-C discards the line."""
     with suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and recalls the earlier ones)
     print(_WELCOME)

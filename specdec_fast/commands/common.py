@@ -125,11 +125,7 @@ def drafter_names() -> str:
 
 
 def expect_writable(path: Path) -> None:
-    """Check before hours of decoding that a result can be written. A file made by the check is removed.
-
-    Raises:
-        ConfigError: the folder does not exist, or the file cannot be written.
-    """
+    """Raise ConfigError if no result can be written, before hours of decoding; no file is left behind."""
     existed = path.exists()
     try:
         path.open("a").close()

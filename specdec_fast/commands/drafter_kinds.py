@@ -18,15 +18,16 @@ from specdec_fast.drafters.eagle3.training import new_module, save_drafter
 from specdec_fast.drafters.medusa.training import new_heads, save_heads
 from specdec_fast.drafters.shared.new_drafter import DrafterSize
 from specdec_fast.drafters.shared.trainable import DrafterModule
+from specdec_fast.drafters.specblock.checkpoint import NUM_FEATURES
 from specdec_fast.drafters.specblock.training import NUM_SLOTS, new_blocks, save_blocks
 from specdec_fast.errors import ConfigError
-from specdec_fast.speculation_length.choice_tree import MOST_NODES, fit_tree
 from specdec_fast.training.drafter_loss import Teacher, loss_of
 from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
 from specdec_fast.training.hit_counts import hit_counts
-from specdec_fast.training.specblock_loss import NUM_FEATURES, block_loss
+from specdec_fast.training.specblock_loss import block_loss
 from specdec_fast.training.texts import Texts, frequent_ids, rarest_id
-from specdec_fast.training.trainer import Loss, Recipe, Trainer
+from specdec_fast.training.trainer import Loss, Trainer, TrainingSettings
+from specdec_fast.trees.static import MOST_NODES, fit_tree
 
 _SIZES = ("hidden_size", "ffn_size", "tap_layers", "draft_vocab_size")
 _NUM_HEADS = 3
@@ -35,11 +36,7 @@ _MOST_RANKS = 10
 
 
 class DrafterKind(ABC):
-    """One kind of drafter for a target, from the options of one call; those of other kinds are refused.
-
-    Raises:
-        ConfigError: the options do not fit the kind or the target.
-    """
+    """One kind of drafter, from the options of one call; ConfigError if they do not fit the kind or the target."""
 
     options: tuple[str, ...] = ()
     loss: Loss = staticmethod(loss_of)
@@ -69,7 +66,7 @@ class Eagle3Kind(DrafterKind):
     """EAGLE-3: one layer over three taps."""
 
     options: tuple[str, ...] = _SIZES
-    num_steps = Recipe.num_steps
+    num_steps = TrainingSettings.num_steps
     begin: Callable[..., Any] = staticmethod(new_module)
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
@@ -135,12 +132,11 @@ class _HeadsKind(DrafterKind):
         return Teacher(self._target, (self._config.num_hidden_layers,), None)
 
     def _fitted(self, trainer: Trainer, held_out: list[Tensor]) -> tuple[list[list[float]], list[list[int]]]:
-        """Return the hit rates on the texts that were held out, by depth and rank, and the tree that is fitted."""
         shape = [self._num_heads, min(_MOST_RANKS, self._config.vocab_size)]
         counts = torch.zeros(shape[0], 1 + shape[1], dtype=torch.int64, device="cpu")
-        for token_ids, lengths, lesson in trainer.lessons(held_out):
-            counts += hit_counts(trainer.module, lesson.features, token_ids, lengths, shape)
-        rates = [[round(n / max(1, own[0]), 4) for n in own[1:]] for own in counts.tolist()]
+        for token_ids, lengths, output in trainer.teacher_outputs(held_out):
+            counts += hit_counts(trainer.module, output.features, token_ids, lengths, shape)
+        rates = [[round(n / max(1, of_depth[0]), 4) for n in of_depth[1:]] for of_depth in counts.tolist()]
         return rates, [list(path) for path in fit_tree(rates, self._num_nodes)] or [[0]]
 
 
@@ -152,7 +148,6 @@ class MedusaKind(_HeadsKind):
         return self._module, self._teacher()
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Fit the tree, and write the hub's format."""
         rates, choices = self._fitted(trainer, held_out)
         save_heads(self._module, folder, choices)
         return {"hit_rates": rates, "choices": choices}
@@ -168,7 +163,6 @@ class CloverKind(_HeadsKind):
         return self._module, self._teacher()
 
     def save(self, trainer: Trainer, held_out: list[Tensor], folder: Path) -> dict[str, Any]:
-        """Fit the tree, and write this project's format."""
         rates, choices = self._fitted(trainer, held_out)
         save_clover(self._module, folder, choices)
         return {"hit_rates": rates, "choices": choices}
@@ -206,9 +200,9 @@ class DFlashKind(DrafterKind):
         if not self._block.markov_rank:
             return {}
         total = torch.zeros(self.num_steps, 4, dtype=torch.float64, device="cpu")
-        for token_ids, _, lesson in trainer.lessons(held_out):
-            found = confidence_report(self._module, token_ids, lesson, min(self.num_steps, token_ids.shape[1] - 2))
-            total[: len(found)] += found
+        for token_ids, _, output in trainer.teacher_outputs(held_out):
+            hits = confidence_report(self._module, token_ids, output, min(self.num_steps, token_ids.shape[1] - 2))
+            total[: len(hits)] += hits
         names = ("estimated", "accepted", "squared_error")
         means = total[:, :3] / total[:, 3:].clamp(min=1)
         return {"confidence": [dict(zip(names, step, strict=True)) for step in means.tolist()]}

@@ -83,9 +83,9 @@ def _number_of(record: Any, lines: list[PromptLine]) -> int | None:
     number = record.get("line") if isinstance(record, dict) else None
     if type(number) is not int or not 1 <= number <= len(lines):
         raise BadLineError(f"not a result of one of the {len(lines)} prompts")
-    found = {name: value for name, value in record.items() if name == "id"}
-    if found != lines[number - 1].copied:
-        raise BadLineError(f"the result of line {number} has the id {found.get('id')!r:.80}, and the prompt another")
+    copied = {name: value for name, value in record.items() if name == "id"}
+    if copied != lines[number - 1].copied:
+        raise BadLineError(f"the result of line {number} has the id {copied.get('id')!r:.80}, and the prompt another")
     return None if "error" in record else number
 
 

@@ -19,18 +19,11 @@ except ImportError:  # Windows
 
 @contextmanager
 def only_writer(path: Path, shown: Path | None = None) -> Iterator[None]:
-    """Refuse other commands that write the same file while the block runs.
+    """Refuse other commands that write the same file while the block runs; messages name ``shown`` in its place.
 
     The file itself is locked, so that no lock is left by a process that is killed. It is made if it does not exist, and
     removed if it is still empty at the end. A pipe or a device is not locked. Where there are no locks, a message says
-    so.
-
-    Args:
-        path: of the file, which may be a link.
-        shown: what messages name in its place.
-
-    Raises:
-        ConfigError: another process writes the file, or it cannot be written.
+    so. Raises ConfigError if another process writes the file, or it cannot be written.
     """
     existed = path.exists()
     if existed and not path.is_file():
@@ -57,7 +50,6 @@ def _locked(path: Path, shown: Path) -> BufferedWriter:
 
 
 def _lock(file: BufferedWriter, shown: Path) -> bool:
-    """Return whether there are locks where the file lies."""
     reason: str | None = "no such call in this system"
     try:
         if fcntl is not None:

@@ -104,9 +104,8 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> PlanReport:
     """Plan for the arguments of the command line.
 
-    Raises:
-        ConfigError: an argument is missing or out of range, or a request is longer than the target's positions.
-        MemoryBudgetError: one request of the traffic does not fit.
+    Raises ConfigError if one is missing or out of range, or a request is longer than the target's positions;
+    MemoryBudgetError if one request of the traffic does not fit.
     """
     for name in ("target", "draft", "memory"):
         if getattr(args, name) is None:
@@ -139,7 +138,6 @@ def _config(args: argparse.Namespace) -> EngineConfig:
 def _computed(
     args: argparse.Namespace, config: EngineConfig, traffic: Traffic, acceptance: Sequence[float]
 ) -> tuple[EngineMemory, StepTimes, int]:
-    """Read the configs alone, and compute times."""
     least, most = _FIGURES
     for name in ("bandwidth", "peak"):
         if not least <= (getattr(args, name) or 0) <= most:  # NaN is not either

@@ -53,13 +53,10 @@ def parse_json(line: bytes) -> Any:
 def read_prompts(path: Path) -> list[PromptLine]:
     """Read ``{"prompt": TEXT}``, ``{"prompt_ids": [IDS]}`` or ``{"messages": [MESSAGES]}`` per line.
 
-    A line without any must be one of Spec-Bench's question file: ``{"turns": [TEXT, ...]}``. Its first turn is the
+    A line without any must be one of Spec-Bench's question file, ``{"turns": [TEXT, ...]}``: its first turn is the
     prompt, without a chat template. Other fields are ignored, except ``id``, which is copied, and those of
     SamplingParams, which are errors: without them the output would be that of another request. Blank lines at the end
-    do not count.
-
-    Raises:
-        ConfigError: the file is empty.
+    do not count. Raises ConfigError if the file is empty.
     """
     return [_parse_line(number, line) for number, line in enumerate(read_lines(path), start=1)]
 

@@ -70,8 +70,7 @@ def add_generation_config_option(parser: argparse.ArgumentParser) -> None:
 def default_params(args: argparse.Namespace, engine: Engine) -> SamplingParams:
     """Return the values of the fields that a request of OpenAI's API leaves out; print those that the target sets.
 
-    Raises:
-        ConfigError: the target's generation config has a value out of range.
+    Raises ConfigError if the target's generation config has a value out of range.
     """
     params = replace(OPENAI_DEFAULTS, max_new_tokens=args.max_new_tokens)
     if args.generation_config == "openai":
@@ -110,12 +109,7 @@ def add_chat_template_option(parser: argparse.ArgumentParser) -> None:
 
 
 def read_chat_template(args: argparse.Namespace) -> str | None:
-    """Return the text of --chat-template; None without one.
-
-    Raises:
-        ConfigError: the file is not text.
-        OSError: the file cannot be read.
-    """
+    """Return the text of --chat-template; None without one. Raises ConfigError if it is no text, or OSError."""
     if args.chat_template is None:
         return None
     try:
@@ -128,9 +122,7 @@ def read_chat_template(args: argparse.Namespace) -> str | None:
 def chat_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of ``add_chat_options`` as keywords of ``Engine.generate``.
 
-    Raises:
-        ConfigError: the file is not text, or the variables are no JSON object.
-        OSError: the file cannot be read.
+    Raises ConfigError if the file is not text, or the variables are no JSON object; OSError if it cannot be read.
     """
     template = read_chat_template(args)
     options: dict[str, Any] = {} if template is None else {"chat_template": template}

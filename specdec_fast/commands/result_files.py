@@ -31,9 +31,8 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 def reserved_output(args: argparse.Namespace, source: Path) -> Iterator[None]:
     """Check --output before the models are loaded, and keep other commands from writing it while the block runs.
 
-    Raises:
-        ConfigError: it is the input file, by whatever name; another command writes it; it has content, and neither
-            --resume nor --overwrite says what to do with it; or it cannot be written.
+    Raises ConfigError if it is the input file, by whatever name; if another command writes it; if it has content, and
+    neither --resume nor --overwrite says what to do with it; or if it cannot be written.
     """
     output: Path = args.output
     if output.is_file() and output.samefile(source):
@@ -57,17 +56,14 @@ class ResultFile:
     """The results of the lines of an input file, for a ``with`` block.
 
     A result is appended when it is there, so a process that is killed loses none. When the block ends without an
-    exception, the file is put in the order of the input, with the last result of every line.
+    exception, the file is put in the order of the input, with the last result of every line; a pipe is not.
 
     Args:
-        path: of the file; what is no regular file (a pipe) gets the results in the order in which they come.
-        resume: whether to keep what it has.
+        path: of the file.
+        resume: whether to keep what it has; a ConfigError if that is other than results of the input.
         number_of: returns the number of the input line of which a kept object is the result, or None if that line is to
             be repeated; it raises BadLineError for an object that is no result of the input.
         beginning: with which every result begins, so that a line cut short is not taken for one of another file.
-
-    Raises:
-        ConfigError: ``resume``, and the file has other content than results of the input.
     """
 
     def __init__(self, path: Path, resume: bool, number_of: Callable[[Any], int | None], beginning: bytes) -> None:
@@ -85,11 +81,7 @@ class ResultFile:
         return set(self._places)
 
     def add(self, number: int, record: dict[str, Any]) -> None:
-        """Write the result of an input line.
-
-        Raises:
-            OutputError: it cannot be written, because the disk is full, for example.
-        """
+        """Write the result of an input line. Raises OutputError if it cannot be written, as when the disk is full."""
         line = _as_line(record)
         with self._named_failures():
             self._file.write(line)
@@ -113,11 +105,7 @@ class ResultFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file; put it in order if all is well.
-
-        Raises:
-            OutputError: it cannot be put in order, because the disk is full, for example; it has all results.
-        """
+        """Close the file; put it in order if all is well. Raises OutputError if it cannot; it has all results then."""
         if kind is not None:
             with suppress(OSError):  # close() writes again what could not be written before
                 self._file.close()

@@ -150,8 +150,6 @@ def _not_collected() -> Iterator[None]:
 
 @contextmanager
 def _exits_at_signals() -> Iterator[None]:
-    """End the process with status 0 at a signal that comes before the event loop handles it."""
-
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(0)
 
@@ -164,11 +162,7 @@ def _exits_at_signals() -> Iterator[None]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket with the address, before models are loaded; it does not listen yet.
-
-    Raises:
-        ConfigError: the address is not to be had.
-    """
+    """Return a socket with the address, before models are loaded, or raise ConfigError; it does not listen yet."""
     if not 0 <= port <= _LARGEST_PORT:  # getaddrinfo would take it modulo 65536
         raise ConfigError(f"cannot listen at --port {port}: expected 0 to {_LARGEST_PORT}.")
     try:

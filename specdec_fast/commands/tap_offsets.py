@@ -47,15 +47,13 @@ def agreements(
 
     Args:
         target: a loaded model.
-        drafter: as ``Engine`` takes it, with taps. Without ones that ``EngineConfig.tap_layers`` sets (``"final"``),
-            it is measured at offset 0 only.
+        drafter: as ``Engine`` takes it, with taps. Without ones that ``EngineConfig.tap_layers`` sets (``"final"``), it
+            is measured at offset 0 only.
         config: ``tap_layers`` are the taps at offset 0, None: those that the checkpoint names.
         prompts: as ``Engine.generate`` takes them; at least one.
         num_tokens: tokens to write in all, rounded up to equally many per prompt.
 
-    Raises:
-        ConfigError: the drafter reads no hidden states of the target.
-        RequestError: a prompt cannot be served; a subclass says why.
+    Raises ConfigError if the drafter reads no hidden states, a RequestError if a prompt cannot be served.
     """
     config = replace(config, num_draft_tokens=1, draft_tree="chain")
     engine = Engine(target, drafter, config)
@@ -83,5 +81,5 @@ def agreements(
 
 def better(measured: list[Agreement]) -> Agreement | None:
     """Return the offset that agrees more often than offset 0 by more than three standard errors, the best; or None."""
-    own = next(each for each in measured if each.offset == 0)
-    return max((each for each in measured if each.is_above(own)), key=lambda each: each.rate, default=None)
+    unshifted = next(each for each in measured if each.offset == 0)
+    return max((each for each in measured if each.is_above(unshifted)), key=lambda each: each.rate, default=None)

@@ -24,7 +24,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
 from specdec_fast.training.interrupts import Terminated, terminable
 from specdec_fast.training.texts import Texts
-from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.training.trainer import Trainer, TrainingSettings
 from specdec_fast.whole_files import replaced
 
 _REPORT = "report.json"
@@ -52,30 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument(
         "--tree-nodes", type=_positive, metavar="N", help="of their tree; also of SpecBlock (default: 16; Clover: 4)"
     )
-    recipe = parser.add_argument_group("training")
-    default = Recipe()
-    recipe.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")
-    recipe.add_argument(
+    group = parser.add_argument_group("training")
+    default = TrainingSettings()
+    group.add_argument("--epochs", type=_positive, default=default.epochs, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
         "--batch-tokens", type=_positive, default=default.batch_tokens, metavar="N", help="(default: %(default)s)"
     )
-    recipe.add_argument(
+    group.add_argument(
         "--learning-rate", type=_rate, default=default.learning_rate, metavar="X", help="(default: %(default)s)"
     )
-    recipe.add_argument(
+    group.add_argument(
         "--matrix-learning-rate",
         type=_rate,
         metavar="X",
         help="train the matrices of layers with Muon, at this rate (default: AdamW trains all)",
     )
-    recipe.add_argument(
+    group.add_argument(
         "--early-share",
         type=_share,
         default=default.early_share,
         metavar="X",
         help="of the batches, that train 2 draft tokens in a row instead of all: faster (default: %(default)s)",
     )
-    recipe.add_argument("--seed", type=_seed, default=0, metavar="N", help="of everything random (default: 0)")
-    recipe.add_argument(
+    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of everything random (default: 0)")
+    group.add_argument(
         "--checkpoint-minutes", type=_minutes, default=5.0, metavar="X", help="between two (default: %(default)s)"
     )
     add_tap_layers(parser, "2, half of the layers, the last but 3")
@@ -100,11 +100,7 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write texts, train, and measure the agreement on texts that were held out.
-
-    Returns:
-        0; 130 if it was interrupted, 143 if SIGTERM ended it.
-    """
+    """Write texts, train, and measure; return the exit status: 0, 130 if interrupted, 143 if SIGTERM ended it."""
     _make_folder(args.output)
     try:
         with only_writer(args.output / _LOCK, args.output), terminable():
@@ -134,7 +130,7 @@ def _train(args: argparse.Namespace) -> int:
         )
     learnt, held_out = texts.split(args.held_out)
     module, teacher = kind.start(texts)
-    recipe = Recipe(
+    settings = TrainingSettings(
         args.epochs,
         args.batch_tokens,
         args.learning_rate,
@@ -144,7 +140,7 @@ def _train(args: argparse.Namespace) -> int:
         seed=args.seed,
         autocast=target.device.type != "cpu",  # on a CPU it was half as fast as fp32
     )
-    trainer = Trainer(module, teacher, learnt, recipe, args.output, kind.loss)
+    trainer = Trainer(module, teacher, learnt, settings, args.output, kind.loss)
     if args.resume:
         trainer.resume()
     try:

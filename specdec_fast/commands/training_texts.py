@@ -27,9 +27,8 @@ _TEXT_SETTINGS = "texts.json"
 def training_texts(args: argparse.Namespace, target: PreTrainedModel, config: EngineConfig) -> Texts:
     """Return the texts in --output with --resume; otherwise let the target write them, and keep them there.
 
-    Raises:
-        ConfigError: the texts are those of other options or of another target; or a prompt cannot be continued.
-        OutputError: the texts cannot be written.
+    Raises ConfigError if they are those of other options or of another target, or if a prompt cannot be continued;
+    OutputError if they cannot be written.
     """
     path = args.output / TEXTS
     settings = _text_settings(args, target)

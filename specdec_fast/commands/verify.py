@@ -171,12 +171,12 @@ def _table(comparisons: list[Comparison]) -> str:
         k = "-" if s.num_draft_tokens is None else s.num_draft_tokens
         groups.setdefault((s.dtype, s.sampling, s.method, s.drafter, k), {})[s.batch_size] = c
     rows = []
-    for key, found in groups.items():
-        shares = [f"{found[size].exact_match:.1%}" if size in found else "" for size in sizes]
-        least = [f"{min(c.partial_match for c in found.values()):.1%}"]
-        bits = [c.equal_logprobs for c in found.values() if c.equal_logprobs is not None]
+    for key, by_size in groups.items():
+        shares = [f"{by_size[size].exact_match:.1%}" if size in by_size else "" for size in sizes]
+        least = [f"{min(c.partial_match for c in by_size.values()):.1%}"]
+        bits = [c.equal_logprobs for c in by_size.values() if c.equal_logprobs is not None]
         least.append(f"{min(bits):.1%}" if bits else "-")
-        rows.append((*key, *shares, *least, _earliest(found)))
+        rows.append((*key, *shares, *least, _earliest(by_size)))
     header = ("dtype", "sampling", "method", "drafter", "K", *(f"batch {size}" for size in sizes))
     return format_table((*header, "partial", "equal bits", "earliest divergence"), rows)
 

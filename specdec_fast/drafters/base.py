@@ -6,34 +6,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.trees import depths_of
+from specdec_fast.batch.ragged_batch import RowPadding
 from specdec_fast.config import EngineConfig
 from specdec_fast.device_copy import to_device
 from specdec_fast.errors import DrafterError
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.trees.growing import TreeNodes
+from specdec_fast.trees.parents import ROOT, depths_of, parents_among
 
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """The argument of a function registered in ``DRAFTERS``.
+    """The argument of a function registered in ``DRAFTERS``."""
 
-    Attributes:
-        target: the model that verifies; ``target.model`` is the Hugging Face model with its weights, ``target.ops``
-            has the ops chosen for its device.
-        config: the engine's settings.
-        tokenizer: the target's; None if none is known.
-
-    """
-
+    # the model that verifies: target.model is the Hugging Face model with its weights, target.ops has the ops chosen
+    # for its device
     target: RaggedModel
     config: EngineConfig
-    tokenizer: Any | None = None
+    tokenizer: Any | None = None  # the target's; None if none is known
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +55,6 @@ class Draft:
         scores: how confident the drafter is of each token, ``[sum(num_draft_tokens)]`` fp32, as the logarithm of its
             estimate that the target accepts the token and all before it on its path. So at most 0, and at most the
             score of the parent. On the CPU. None if it has no estimates. They decide no token.
-
     """
 
     token_ids: Tensor
@@ -65,20 +63,16 @@ class Draft:
     scores: Tensor | None = None
 
     def check(self, limits: list[int], node_limits: list[int] | None = None) -> list[int]:
-        """Check the draft against the contract.
+        """Check the draft against the contract; return the depth of each sequence's draft.
 
         Args:
             limits: per sequence, the largest depth: of a chain, its number of tokens.
             node_limits: per sequence, the largest number of draft tokens; None: ``limits``.
 
-        Returns:
-            The depth of each sequence's draft.
-
         Raises:
             DrafterError: there is not one count per sequence, a count or a depth exceeds its limit, the counts do not
                 add up to the number of tokens, the tokens are not a dense int64 tensor in memory, the parents are not
                 those of trees, or the scores rise along a path.
-
         """
         self._check_tokens(limits if self.parents is None or node_limits is None else node_limits)
         depths = self.num_draft_tokens if self.parents is None else self._checked_depths(limits)
@@ -88,13 +82,11 @@ class Draft:
 
     def depths(self) -> list[int]:
         """Return the depth of each sequence's draft; of a chain, the number of its tokens."""
-        if self.parents is None:
-            return self.num_draft_tokens
-        return [max(depths_of(own), default=0) for own in self._by_sequence(self.parents)]
+        return [max(depths_of(parents), default=0) for parents in self._parents_by_sequence()]
 
     def scores_by_sequence(self) -> list[list[float]] | None:
         """Return the scores of each sequence's tokens."""
-        return None if self.scores is None else self._by_sequence(self.scores)
+        return None if self.scores is None else self._by_sequence(self.scores.tolist())
 
     def pruned(self, least_score: float) -> Draft:
         """Return the draft without the tokens of a lower score; a checked draft stays one."""
@@ -103,17 +95,12 @@ class Draft:
         kept: list[int] = []
         parents: list[int] = []
         counts = []
-        first = 0
-        above = self._by_sequence(self.parents) if self.parents is not None else [range(-1, len(s) - 1) for s in scores]
-        for own, own_parents in zip(scores, above, strict=True):
-            places = {-1: -1}
-            for node, score in enumerate(own):
-                if score >= least_score:
-                    parents.append(places[own_parents[node]])
-                    places[node] = len(places) - 1
-                    kept.append(first + node)
-            counts.append(len(places) - 1)
-            first += len(own)
+        places = self._by_sequence(range(len(self.token_ids)))
+        for of_tree, above, in_draft in zip(scores, self._parents_by_sequence(), places, strict=True):
+            nodes = [node for node, score in enumerate(of_tree) if score >= least_score]
+            parents += parents_among(nodes, above)
+            kept += [in_draft[node] for node in nodes]
+            counts.append(len(nodes))
         return Draft(
             self.token_ids[to_device(kept, self.token_ids.device)],
             counts,
@@ -121,8 +108,14 @@ class Draft:
             self.scores[kept] if self.scores is not None else None,
         )
 
-    def _by_sequence(self, per_token: Tensor) -> list[list[Any]]:
-        return [own.tolist() for own in per_token.split(self.num_draft_tokens)]
+    def _by_sequence(self, per_token: Many[Any]) -> list[Any]:
+        counts = self.num_draft_tokens
+        return [per_token[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+    def _parents_by_sequence(self) -> list[Many[int]]:
+        if self.parents is None:
+            return [range(ROOT, count - 1) for count in self.num_draft_tokens]
+        return self._by_sequence(self.parents.tolist())
 
     def _check_tokens(self, limits: list[int]) -> None:
         counts = self.num_draft_tokens
@@ -141,38 +134,30 @@ class Draft:
             )
 
     def _checked_depths(self, limits: list[int]) -> list[int]:
-        nodes = self._per_token("parents", self.parents, torch.int32).tolist()
-        first = 0
+        parents = self._per_token("parents", self.parents, torch.int32).tolist()
         depths = []
         # Reading the tokens would wait for a device. There the first of equal children is the one that is accepted.
-        tokens = self.token_ids.tolist() if self.token_ids.device.type == "cpu" else range(len(nodes))
-        for count, limit in zip(self.num_draft_tokens, limits, strict=True):
-            own = nodes[first : first + count]
-            if not all(-1 <= parent < node for node, parent in enumerate(own)):
-                raise DrafterError(f"a drafter's parents are {own}; expected -1 or the index of an earlier token.")
-            if len(set(zip(own, tokens[first : first + count], strict=True))) < count:
+        tokens = self.token_ids.tolist() if self.token_ids.device.type == "cpu" else range(len(parents))
+        for above, of_tree, limit in zip(self._by_sequence(parents), self._by_sequence(tokens), limits, strict=True):
+            if not all(ROOT <= parent < node for node, parent in enumerate(above)):
+                raise DrafterError(f"a drafter's parents are {above}; expected -1 or the index of an earlier token.")
+            if len(set(zip(above, of_tree, strict=True))) < len(above):
                 raise DrafterError("a drafter proposed two children of one parent with the same token; merge them.")
-            depths.append(max(depths_of(own), default=0))
+            depths.append(max(depths_of(above), default=0))
             if depths[-1] > limit:
                 raise DrafterError(f"a drafter proposed a tree of depth {depths[-1]}; at most {limit} was asked for.")
-            first += count
         return depths
 
     def _check_scores(self, scores: Tensor) -> None:
         values = self._per_token("scores", scores, torch.float32).tolist()
-        above = None if self.parents is None else self.parents.tolist()
-        first = 0
-        for count in self.num_draft_tokens:
-            own = values[first : first + count]
-            parents = range(-1, count - 1) if above is None else above[first : first + count]
-            for score, parent in zip(own, parents, strict=True):
-                most = own[parent] if parent >= 0 else 0.0
+        for of_tree, above in zip(self._by_sequence(values), self._parents_by_sequence(), strict=True):
+            for score, parent in zip(of_tree, above, strict=True):
+                most = 0.0 if parent == ROOT else of_tree[parent]
                 if not score <= most:  # NaN too
                     raise DrafterError(
                         f"a drafter's scores have a node of {score} under {most}; expected log-probabilities of paths, "
                         "which never rise from a parent (the last committed token has 0) to its child."
                     )
-            first += count
 
     def _per_token(self, name: str, tensor: Any, dtype: torch.dtype) -> Tensor:
         """Return ``tensor`` if it has one value of ``dtype`` per token."""
@@ -186,6 +171,24 @@ class Draft:
         raise DrafterError(f"a drafter's {name} are {kind}; expected a tensor of {str(dtype)[6:]} {list(shape)}.")
 
 
+def draft_of_trees(trees: Iterable[TreeNodes | None], device: torch.device, has_scores: bool = False) -> Draft:
+    """Return the draft of a batch.
+
+    Args:
+        trees: of each sequence, in batch order; None: no draft tokens.
+        device: of the tokens.
+        has_scores: whether the scores of the nodes are log-probabilities.
+    """
+    drafted = [tree or TreeNodes([], [], []) for tree in trees]
+    tokens, parents, scores = ([value for tree in drafted for value in tree[field]] for field in range(3))
+    return Draft(
+        to_device(tokens, device),
+        [len(tree.token_ids) for tree in drafted],
+        torch.tensor(parents, dtype=torch.int32, device="cpu"),
+        torch.tensor(scores, dtype=torch.float32, device="cpu") if has_scores else None,
+    )
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one verification, for ``B`` sequences.
@@ -197,7 +200,6 @@ class StepResult:
         hidden_states: the target's hidden states at every row of that forward, rejected rows included:
             ``[T, taps, H]`` in the dtype of its residual stream, on its device. None if the drafter has no taps. The
             drafter may keep it; a slice keeps all of its memory, so copy smaller parts.
-
     """
 
     accepted_rows: list[Many[int]]
@@ -228,7 +230,6 @@ class Drafter(ABC):
         has_scores: whether its drafts have ``Draft.scores``; read once, when the engine is made.
         settings: which of the settings ``tap_layers`` and ``draft_tree`` it reads. The engine refuses the others,
             because they would have no effect.
-
     """
 
     taps: tuple[int | str, ...] = ()
@@ -284,7 +285,6 @@ class Drafter(ABC):
             num_sequences: number of sequences of a step.
             num_draft_tokens: largest number of draft tokens per sequence, at least 1.
             prefill_rows: largest number of rows of a prefill forward; None: as many as a forward may have.
-
         """
         return 0
 
@@ -294,13 +294,10 @@ class Drafter(ABC):
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         """Measure the time of drafting one token for each of several sequences; called if K is ``"auto"``.
 
-        Args:
-            row_counts: the numbers of sequences to measure.
-
         Returns:
-            Seconds by number of sequences; key 0 has the part of a proposal's cost that does not depend on its
-            length. None if the drafter does not know; then the engine measures the cost during the first steps.
-
+            Seconds by number of sequences, for those of ``row_counts``; key 0 has the part of a proposal's cost that
+            does not depend on its length. None if the drafter does not know; then the engine measures the cost during
+            the first steps.
         """
         return None
 
@@ -326,7 +323,6 @@ class Drafter(ABC):
             positions: per sequence, the positions that were computed: they continue those of its last call.
             features: ``[T, taps, H]``, sequence after sequence: row ``sum(map(len, positions[:i])) + j`` belongs to
                 position ``positions[i][j]`` of ``sequences[i]``. ``T`` is at most 2,048.
-
         """
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:  # noqa: B027
@@ -336,7 +332,6 @@ class Drafter(ABC):
             sequences: the step's ``B`` admitted sequences that have not ended.
             result: the step's result for these sequences. The last row in ``accepted_rows[i]`` belongs to position
                 ``sequences[i].length - 2``, so its hidden states are those that chose the newest token.
-
         """
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
@@ -352,7 +347,6 @@ class TreeDrafter(Drafter):
 
     Attributes:
         max_nodes: the largest number of nodes that it proposes for one sequence; constant.
-
     """
 
     max_nodes: int = 0
@@ -365,12 +359,42 @@ class TreeDrafter(Drafter):
             sequences: ``B`` sequences, whose ``token_ids`` must not be changed.
             limits: per sequence, the largest depth of its tree; at least one is above 0.
             node_limits: per sequence, the largest number of nodes; 0 where the depth must be 0.
-
         """
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Propose trees of as many nodes as a chain may have tokens."""
         return self.propose_trees(sequences, limits, limits)
+
+
+class PooledDrafter(Drafter):
+    """A drafter that keeps KV entries in a pool with as many pages as the target's; there is none before ``prepare``.
+
+    ``row_padding`` has the row counts of its forwards; None: any.
+    """
+
+    def __init__(self, layout: KVLayout, row_padding: RowPadding | None = None) -> None:
+        self._kv_layout = layout
+        self._row_padding = row_padding
+        self.pool: PagePool | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._kv_layout.bytes_per_token
+
+    def prepare(self, num_tokens: int, page_size: int) -> None:
+        # Keep the present pool if it is large enough and no interrupted call left pages.
+        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
+            self.pool = None  # frees the old pool's memory before the new one is allocated
+            self.pool = PagePool(self._kv_layout, num_tokens, page_size, self._row_padding)
+
+    def grow(self, num_tokens: int) -> None:
+        if self._pool().num_tokens < num_tokens:
+            self.pool = self._pool().grown(num_tokens)
+
+    def _pool(self) -> PagePool:
+        if self.pool is None:
+            raise RuntimeError("prepare() has not been called.")
+        return self.pool
 
 
 class NoDrafter(Drafter):
@@ -384,12 +408,10 @@ class NoDrafter(Drafter):
         return "none"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Propose no token for any sequence."""
         return Draft(self._no_tokens, [0] * len(sequences))
 
 
 def _expect_dense(name: str, tensor: Tensor) -> None:
-    """Check that the values of a tensor can be read."""
     if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
         raise DrafterError(f"a drafter's {name} are {kind}; expected a dense tensor on a device with memory.")

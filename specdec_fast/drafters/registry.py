@@ -66,7 +66,6 @@ def checked_draft(draft: Any, config: EngineConfig) -> Any:
 
     Raises:
         ConfigError: ``draft`` has a type that ``make_drafter`` does not accept, or looks like a misspelt drafter.
-
     """
     if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
         raise ConfigError(
@@ -95,8 +94,7 @@ def make_drafter(
     """Make the drafter.
 
     Args:
-        draft: from ``checked_draft``: a drafter's name, a model's name or folder, ``"kind:FOLDER"`` or the folder of a
-            drafter of ``CHECKPOINT_DRAFTERS``, a loaded model, a Drafter, or None for plain decoding.
+        draft: from ``checked_draft``.
         target: the model that will verify its tokens.
         config: the engine's settings; a model that this function loads gets their dtype.
         ops: implementations for a draft model.
@@ -105,7 +103,6 @@ def make_drafter(
     Raises:
         VocabularyMismatchError: the draft model has another vocabulary than the target.
         DrafterError: the function registered under the name did not return a Drafter.
-
     """
     if isinstance(draft, Drafter):
         return draft
@@ -113,8 +110,8 @@ def make_drafter(
         draft = NO_DRAFT
     if isinstance(draft, str) and draft in DRAFTERS:
         return _expect_drafter(draft, DRAFTERS[draft](DrafterContext(target, config, tokenizer)))
-    if isinstance(draft, (str, PathLike)) and (found := _checkpoint(fspath(draft))) is not None:
-        kind, folder = found
+    if isinstance(draft, (str, PathLike)) and (checkpoint := _checkpoint(fspath(draft))) is not None:
+        kind, folder = checkpoint
         return CHECKPOINT_DRAFTERS[kind][0](DrafterContext(target, config, tokenizer), folder)
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
@@ -135,7 +132,6 @@ def expect_settings_read(drafter: Drafter, config: EngineConfig) -> None:
 
     Raises:
         ConfigError: ``tap_layers`` or ``draft_tree`` would have no effect.
-
     """
     is_chain_anyway = config.draft_tree == "chain" and not drafter.max_nodes
     for name in _SETTINGS:
@@ -152,15 +148,10 @@ def configs_for(drafts: Many[Any], config: EngineConfig) -> list[EngineConfig]:
     """Return the settings for each of several drafters that are given one set of settings.
 
     A setting that one of them reads is left out for those that do not. One that none of them reads is left to be
-    refused by the engine.
-
-    Args:
-        drafts: each as ``Engine`` takes it.
-        config: the settings.
-
+    refused by the engine. Each draft is as ``Engine`` takes it.
     """
     read = [set(_settings_of(draft)) for draft in drafts]
-    unread: list[dict[str, Any]] = [dict.fromkeys(set().union(*read) - own) for own in read]
+    unread: list[dict[str, Any]] = [dict.fromkeys(set().union(*read) - names) for names in read]
     return [replace(config, **names) for names in unread]
 
 
@@ -170,8 +161,8 @@ def _settings_of(draft: Any) -> tuple[str, ...]:
         return ()
     made: Any = draft
     if not isinstance(draft, Drafter):
-        found = None if draft in DRAFTERS else _checkpoint(fspath(draft))
-        made = DRAFTERS[draft] if found is None else CHECKPOINT_DRAFTERS[found[0]][0]
+        checkpoint = None if draft in DRAFTERS else _checkpoint(fspath(draft))
+        made = DRAFTERS[draft] if checkpoint is None else CHECKPOINT_DRAFTERS[checkpoint[0]][0]
     return getattr(made, "settings", _SETTINGS)
 
 

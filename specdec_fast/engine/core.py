@@ -134,13 +134,7 @@ class EngineCore:
 
     @outermost
     def add(self, request: Sequence) -> int:
-        """Put a request into the queue.
-
-        Args:
-            request: an unfinished sequence from ``RequestBuilder.build``.
-
-        Returns:
-            A number for ``cancel``, different for every request.
+        """Put an unfinished sequence into the queue; return a number for ``cancel``, different for every request.
 
         Raises:
             KVCacheTooSmallError: the request can never fit into the KV pool that the configuration allows.
@@ -160,10 +154,7 @@ class EngineCore:
         """Drop a request. No later step returns it.
 
         Its pages are freed at once, or at the end of the next step if the core has already launched a step with it.
-
-        Returns:
-            False if the request had already ended, or the id is unknown.
-
+        Returns False if the request had already ended, or the id is unknown.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -230,11 +221,8 @@ class EngineCore:
         """Drop the sequences of a step that raised; the other sequences go on.
 
         An interrupt (KeyboardInterrupt, for example) may leave pools half changed, so it drops every sequence that has
-        pages. An error before the scheduler has chosen sequences drops all sequences, waiting ones included.
-
-        Args:
-            error: the exception of ``step``; it becomes the cause of the ``StepError`` of every dropped sequence.
-
+        pages. An error before the scheduler has chosen sequences drops all sequences, waiting ones included. ``error``,
+        the exception of ``step``, becomes the cause of the ``StepError`` of every dropped sequence.
         """
         in_step = self._in_step or [*self.resident, *self.waiting]
         for sequence in in_step if isinstance(error, Exception) else self.resident:
@@ -273,7 +261,7 @@ class EngineCore:
         if not ready:
             self._prefilling.passed()
             return None
-        self._in_step = self.scheduler.checked_plan(ready)
+        self._in_step = self.scheduler.plan(ready)
         batch = self._in_step
         limits = draft_limits(self.length_policy, batch)
         may_branch = self.length_policy.may_branch

@@ -65,7 +65,6 @@ class Engine:
         BackendError: the requested backend cannot run here.
         ForkedProcessError: this process was forked from one that has made an engine, and uses several threads.
         DeterminismError: ``deterministic=True``, and a model's bits depend on the batch even one row at a time.
-
     """
 
     def __init__(
@@ -147,24 +146,20 @@ class Engine:
         """Decode every prompt.
 
         Args:
-            prompts: a prompt, or a list of prompts of any kinds: strings, lists of token ids, lists of messages,
-                results of a tokenizer.
-            params: SamplingParams or a transformers GenerationConfig: one for all prompts, or a list with one for each;
-                None is greedy.
+            prompts: a prompt, or a list of prompts of any kinds: strings, token ids, messages, results of a tokenizer.
+            params: SamplingParams or a transformers GenerationConfig for all, or a list with one each; None is greedy.
             progress: show a progress bar; None shows it on a terminal.
             **prompt_options: fields of PromptOptions, such as ``add_special_tokens`` and ``chat_template_kwargs``.
 
         Returns:
-            One output per prompt, in input order. A request that could not be served has ``finish_reason="error"``
-            and the typed error in ``.error``; the other requests are unaffected.
+            One output per prompt, in input order. A request that could not be served has ``finish_reason="error"`` and
+            the typed error in ``.error``; the other requests are unaffected.
 
         Raises:
-            InvalidParamsError, NotYetSupportedError, ConfigError: an argument of the call is wrong; raised before any
-                work.
+            InvalidParamsError, NotYetSupportedError, ConfigError: an argument is wrong; raised before any work.
             EngineBusyError: a step of this engine made the call (in a drafter, for example), or requests that were
                 added to ``core`` directly have not ended.
             ForkedProcessError: the engine was made in the process that this one was forked from.
-
         """
         sequences = list(self._build(prompts, params, prompt_options))
         call = self.shared.call()
@@ -190,9 +185,8 @@ class Engine:
     def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Generator[StreamChunk, None, None]:
         """Decode every prompt and yield tokens as steps emit them.
 
-        Arguments and errors are those of ``generate``. Chunks of different prompts interleave; the chunks of one prompt
-        add up to its ``generate`` output. To stop early, close the iterator, which frees the KV pages of its requests
-        at once.
+        Arguments and errors are those of ``generate``. Chunks of different prompts interleave; those of one prompt add
+        up to its ``generate`` output. To stop early, close the iterator: its requests then free their KV pages at once.
         """
         sequences = list(self._build(prompts, params, prompt_options))
         return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
@@ -207,7 +201,6 @@ class Engine:
         Raises:
             RequestError: a subclass says what is wrong with the prompt.
             ConfigError: a keyword is unknown, or an option is invalid.
-
         """
         return self.request_builder().encode(prompt, PromptOptions.from_keywords(prompt_options))
 
@@ -260,22 +253,19 @@ class Engine:
         items = as_prompt_list(prompts)
         builder = self.request_builder()
         each = as_params_list(params, len(items))
-        seeds = [builder.seed(own) for own in each]
+        seeds = [builder.seed(request_params) for request_params in each]
 
         def sequences() -> Iterator[Sequence]:
-            for index, (prompt, own, seed) in enumerate(zip(items, each, seeds, strict=True)):
-                yield builder.build(index, prompt, own, options, seed)
+            for index, (prompt, request_params, seed) in enumerate(zip(items, each, seeds, strict=True)):
+                yield builder.build(index, prompt, request_params, options, seed)
 
         return sequences()
 
     def _decode(self, sequences: Iterable[Sequence], call: Call, most_open: int | None = None) -> Outputs:
         """Run to the end; yield an output for each sequence that a step served or that failed.
 
-        Args:
-            sequences: read as there is room for them.
-            call: serves them.
-            most_open: sequences that wait or are resident at once, more than can end in one step; None: all.
-
+        Sequences are read as there is room. At most ``most_open`` of them wait or are resident at once, more than can
+        end in one step; None: all.
         """
         with closing(call):
             sequences = iter(sequences)

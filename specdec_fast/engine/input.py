@@ -41,11 +41,7 @@ def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
 class RequestBuilder:
     """Checks prompts against one target and encodes them.
 
-    Args:
-        target: the model that decodes them.
-        tokenizer: the target's, if known.
-        most_draft_tokens: the largest K that a request may name; 0 if the engine decodes plainly, which takes any.
-
+    ``most_draft_tokens`` is the largest K that a request may name; 0 if the engine decodes plainly, which takes any.
     """
 
     def __init__(self, target: RaggedModel, tokenizer: Any | None, most_draft_tokens: int = 0) -> None:
@@ -61,18 +57,9 @@ class RequestBuilder:
         options: PromptOptions = _DEFAULTS,
         seed: int | None = None,
     ) -> Sequence:
-        """Return the sequence of one request; if it cannot be served, the sequence has already failed.
+        """Return the sequence of one request, number ``index`` of its call; it has failed if it cannot be served.
 
-        Args:
-            index: of the request in its call.
-            prompt: as the caller gave it.
-            params: of the request.
-            options: of the prompt.
-            seed: from ``seed``, if it was drawn before.
-
-        Raises:
-            InvalidParamsError: what ``seed`` raises.
-
+        ``seed`` is from ``seed``, if it was drawn before; else it is drawn here, with the errors of ``seed``.
         """
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -92,12 +79,7 @@ class RequestBuilder:
         return sequence
 
     def encode(self, prompt: Any, options: PromptOptions = _DEFAULTS) -> list[int]:
-        """Return a prompt's token ids, also of one that is too long for the target.
-
-        Raises:
-            RequestError: a subclass says what is wrong with the prompt.
-
-        """
+        """Return a prompt's ids, also of one too long for the target. Raises a RequestError that says what is wrong."""
         return self._encode(prompt, options, lambda text: None)
 
     def _encode(self, prompt: Any, options: PromptOptions, expect_text: Callable[[str], None]) -> list[int]:
@@ -156,9 +138,7 @@ class RequestBuilder:
     def seed(self, params: SamplingParams) -> int | None:
         """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy.
 
-        Raises:
-            InvalidParamsError: the target is sharded over processes, and the request samples without a seed.
-
+        Raises InvalidParamsError if the target is sharded over processes, and the request samples without a seed.
         """
         if params.temperature == 0:
             return None

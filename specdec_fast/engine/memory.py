@@ -24,22 +24,13 @@ _POSITIONS_EACH = 1024
 
 
 class MemoryPlan(NamedTuple):
-    """What an engine does within its budget.
+    """What an engine does within its budget."""
 
-    Attributes:
-        config: the settings with which it runs.
-        has_drafter: whether it drafts; plain decoding is the last resort.
-        terms: bytes by term.
-        is_estimate: whether some of them are estimates.
-        max_nodes: largest number of nodes of the drafter's trees; 0 if the budget has no room for more than K.
-
-    """
-
-    config: EngineConfig
-    has_drafter: bool
-    terms: dict[str, int]
-    is_estimate: bool
-    max_nodes: int
+    config: EngineConfig  # the settings with which it runs
+    has_drafter: bool  # whether it drafts; plain decoding is the last resort
+    terms: dict[str, int]  # bytes by term
+    is_estimate: bool  # whether some of them are estimates
+    max_nodes: int  # largest number of nodes of the drafter's trees; 0 if the budget has no room for more than K
 
     def describe(self) -> dict[str, Any]:
         """Return the entry of ``Engine.describe()``."""
@@ -59,19 +50,10 @@ class MemoryPlan(NamedTuple):
 
 
 def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
-    """Check from the checkpoints' configs, before loading any, that the budget can hold the weights and a plain step.
+    """Return ``draft`` (from ``checked_draft``), or None if its weights do not fit beside the target's.
 
-    Args:
-        target: the engine's argument.
-        draft: from ``checked_draft``.
-        config: the engine's settings.
-
-    Returns:
-        ``draft``, or None if its weights do not fit beside the target's.
-
-    Raises:
-        MemoryBudgetError: the target's weights, the KV entries asked for and a plain step of one row do not fit.
-
+    This is known from the checkpoints' configs, before any is loaded. Raises MemoryBudgetError if the target's weights,
+    the KV entries asked for and a plain step of one row do not fit.
     """
     if config.memory_bytes is None:
         return draft
@@ -92,20 +74,11 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
 
 
 def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, drafts: bool) -> MemoryPlan | None:
-    """Choose the largest settings within ``memory_bytes``; None without a budget.
+    """Choose the largest settings within ``memory_bytes``; None without a budget. ``drafts``: whether it proposes.
 
     What is lowered first: the rows of a prefill forward, the sequences beyond the batch that exspec keeps resident, the
     nodes of a tree to K, K down to 1, the batch. If one sequence with K 1 does not fit, the engine decodes plainly.
-
-    Args:
-        target: the loaded target.
-        drafter: the drafter.
-        config: the settings asked for.
-        drafts: whether the drafter proposes anything.
-
-    Raises:
-        MemoryBudgetError: a plain step of one sequence does not fit, with ``kv_cache_tokens`` or one page.
-
+    Raises MemoryBudgetError if a plain step of one sequence does not fit, with ``kv_cache_tokens`` or one page.
     """
     budget = config.memory_bytes
     if budget is None:
@@ -191,8 +164,7 @@ def _with_batch(config: EngineConfig, batch_size: int, num_resident: int | None)
 def return_freed_memory() -> None:
     """Return to the system what this process has freed, where the C library can (``malloc_trim`` of glibc).
 
-    Probes allocate and free tensors while an engine is made. glibc keeps some of that memory, which a plan does not
-    count.
+    Probes of a new engine allocate and free tensors. glibc keeps some of that memory, which a plan does not count.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None

@@ -48,13 +48,7 @@ def outputs_of(tokenizer: Any | None, outputs: Outputs) -> Generator[GenerationO
 
 
 class ChunkMaker:
-    """Makes the chunks of one sequence; they add up to its output, also if they are made after later steps.
-
-    Args:
-        sequence: what the steps decode.
-        tokenizer: the target's, if known.
-
-    """
+    """Makes the chunks of one sequence; they add up to its output, also if they are made after later steps."""
 
     def __init__(self, sequence: Sequence, tokenizer: Any | None) -> None:
         self._sequence = sequence
@@ -94,18 +88,9 @@ def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int], is_la
 
 
 class Progress:
-    """A tqdm bar over requests, with tokens per second beside it; it shows nothing if ``show`` is False.
+    """A tqdm bar over requests, with tokens per second beside it: if ``show``; None: if stderr is a terminal.
 
-    Args:
-        num_requests: length of the bar.
-        show: None shows the bar if stderr is a terminal.
-
-    Raises:
-        ConfigError: ``show`` is neither a bool nor None.
-
-    Attributes:
-        is_shown: whether the bar is shown.
-
+    Raises ConfigError if ``show`` is neither a bool nor None.
     """
 
     def __init__(self, num_requests: int, show: bool | None) -> None:

@@ -21,20 +21,8 @@ class Prefilling:
     """The resident sequences that lack KV entries for their prompts, in the order in which they joined.
 
     Prefill computes no entry for the last prompt token: the first verification does, as every later verification does
-    for the last committed token (I3).
-
-    A drafter with taps admits the sequences first, and receives the hidden states of every forward.
-
-    Args:
-        target: the model that computes the entries.
-        drafter: receives hidden states, if it has taps.
-        max_tokens: largest number of prompt tokens per step; None: all.
-        row_limit: limits them further when memory has run out.
-
-    Attributes:
-        is_tapped: whether the drafter has taps.
-        sequences: the residents that lack entries.
-
+    for the last committed token (I3). A drafter with taps admits the sequences first, and receives the hidden states of
+    every forward. A step prefills ``max_tokens`` at most (None: all), and fewer by ``row_limit`` after memory ran out.
     """
 
     def __init__(self, target: RaggedModel, drafter: Drafter, max_tokens: int | None, row_limit: RowLimit) -> None:
@@ -42,7 +30,7 @@ class Prefilling:
         self._drafter = drafter
         self._max_tokens = max_tokens
         self._row_limit = row_limit
-        self.sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []  # the residents that lack entries
         self.is_tapped = bool(drafter.taps)
 
     def add(self, sequence: Sequence) -> None:
@@ -73,10 +61,7 @@ class Prefilling:
         return [sequence for sequence in resident if sequence not in self.sequences]
 
     def next_chunk(self) -> dict[Sequence, int]:
-        """Return the next chunk: per sequence, the number of positions that will have entries after it.
-
-        Every sequence of a chunk has at least one row in it.
-        """
+        """Return the next chunk: how many positions of each of its sequences, at least one more, then have entries."""
         chunk: dict[Sequence, int] = {}
         left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
         for sequence in self.sequences:

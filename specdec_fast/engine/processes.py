@@ -1,7 +1,4 @@
-"""In which process an engine may be used: the one that made it.
-
-The threads of OpenMP do not survive a fork, and a forked child would hang.
-"""
+"""An engine may be used in the process that made it: OpenMP's threads do not survive a fork, and a child would hang."""
 
 from __future__ import annotations
 
@@ -16,12 +13,9 @@ _first: list[int] = []  # the process in which the first engine was made, here o
 
 
 class OwnProcess:
-    """The process in which an engine is made.
+    """The process in which an engine is made; ForkedProcessError if it was forked from one that has made an engine.
 
-    Raises:
-        ForkedProcessError: it was forked from one that has made an engine, and would wait for threads that the fork
-            did not copy.
-
+    It would wait for threads that the fork did not copy.
     """
 
     def __init__(self) -> None:
@@ -51,12 +45,7 @@ class OwnProcess:
             )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled or copied deeply, and so its engine.
-
-        Raises:
-            EngineCopyError: always.
-
-        """
+        """Refuse with EngineCopyError to be pickled or copied deeply, and so its engine."""
         raise EngineCopyError(
             "an Engine cannot be pickled or copied deeply: it has a KV cache and addresses of its models' weights; "
             "make another Engine of the same models (they share the weights), or one in each process."

@@ -24,11 +24,6 @@ _HEADROOM_PAGES = 2  # by which every resident sequence can grow when another on
 class Pools:
     """The target's pool and, through the drafter, the drafter's pool; both have the same number of positions.
 
-    Args:
-        target: the model whose KV entries the pool holds.
-        drafter: receives ``prepare`` and ``grow`` with the same number of positions.
-        config: page size, and the number of positions if it is fixed.
-
     Attributes:
         target_pool: the target's pages; None before the first step.
         is_sized: whether the pools are large enough for every request added so far.
@@ -135,20 +130,12 @@ class Pools:
 
 
 class Room(NamedTuple):
-    """The sequences of a step that have the pages for it.
+    """The sequences of a step that have the pages for it."""
 
-    Attributes:
-        batch: those that are still resident; there may be none.
-        limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
-        node_limits: per sequence, the largest number of nodes of a tree.
-        num_preempted: number of sequences that were preempted for these.
-
-    """
-
-    batch: list[Sequence]
-    limits: list[int]
-    node_limits: list[int]
-    num_preempted: int
+    batch: list[Sequence]  # those that are still resident; there may be none
+    limits: list[int]  # per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree
+    node_limits: list[int]  # per sequence, the largest number of nodes of a tree
+    num_preempted: int  # number of sequences that were preempted for these
 
 
 class Residents:
@@ -165,14 +152,6 @@ class Residents:
 
     Only the target's pages are counted. A draft model's pool has as many, and a sequence never needs more pages there
     than its pages for the committed tokens and the draft tokens in the target's pool.
-
-    Args:
-        pools: the page pools.
-        prefilling: the sequences whose tokens are being prefilled.
-        scheduler: decides how many sequences may be resident.
-        drafter: releases a preempted sequence.
-        config: page size, and the largest K.
-        max_nodes: largest number of nodes of a tree; where it is less than K, trees have K nodes.
 
     Attributes:
         waiting: sequences that hold no pages, in the order of their arrival.
@@ -217,13 +196,8 @@ class Residents:
     def make_room(self, batch: list[Sequence], limits: list[int], may_branch: bool = True) -> Room:
         """Allocate the pages that a step needs, and preempt the youngest resident sequences if too few are free.
 
-        Trees get no more nodes than a chain has tokens, before a sequence is preempted for them.
-
-        Args:
-            batch: the sequences of the step.
-            limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
-            may_branch: whether trees may have more nodes than a chain has tokens.
-
+        Trees get no more nodes than a chain has tokens, before a sequence is preempted for them. ``may_branch`` says
+        whether they may have more at all.
         """
         pool = self._pools.pool()
         node_limits = self._node_limits(limits) if may_branch else limits

@@ -29,31 +29,22 @@ from specdec_fast.results import RunStats
 class Call:
     """The requests of one caller. Any thread may add and cancel; one thread at a time takes.
 
-    Args:
-        shared: the core that serves them.
-        returns: whether the caller takes again and again until nothing is open, as a stream's reader may not. It then
-            calls ``rest`` or ``close``, because others may be waiting for a thread that runs the steps.
-        ends_only: whether outputs are wanted with a request's last one only.
-
-    Attributes:
-        open: requests whose last output has not been taken.
-
+    ``returns``: whether the caller takes again and again until nothing is open, as a stream's reader may not. It then
+    calls ``rest`` or ``close``, because others may be waiting for a thread that runs the steps. ``ends_only``: whether
+    outputs are wanted with a request's last one only.
     """
 
     def __init__(self, shared: SharedCore, returns: bool, ends_only: bool) -> None:
         self._shared = shared
         self.returns = returns
         self.ends_only = ends_only
-        self.open: set[Sequence] = set()
+        self.open: set[Sequence] = set()  # requests whose last output has not been taken
         self.inbox: SimpleQueue[list[StepOutput]] = SimpleQueue()  # an empty list: the core is free
 
     def add(self, requests: list[Sequence]) -> None:
         """Let requests wait for their first step.
 
-        Raises:
-            EngineBusyError: the core serves requests that were added to it directly.
-            ForkedProcessError: the engine was made in the process that this one was forked from.
-
+        Raises EngineBusyError if the core serves requests that were added to it directly, and ForkedProcessError.
         """
         self._shared.add(self, requests)
 
@@ -70,18 +61,9 @@ class Call:
     def take(self, timeout: float | None = None) -> list[StepOutput]:
         """Run a step, or wait for the thread that is in one, and return what was emitted for this call.
 
-        With ``ends_only`` it runs steps until a request has ended.
-
-        Args:
-            timeout: seconds to wait for another thread at most; None: no limit.
-
-        Returns:
-            Outputs of one or more requests; none if the step was for others, or after ``timeout``. A request that
-            failed with its step has a ``StepError``.
-
-        Raises:
-            EngineBusyError: this is called by code that a step of this core called.
-
+        With ``ends_only`` it runs steps until a request has ended. It waits for another thread at most ``timeout``
+        seconds; None: no limit. There are no outputs if the step was for others, or after ``timeout``. A request that
+        failed with its step has a ``StepError``. Raises EngineBusyError in code that a step of this core called.
         """
         outputs: list[StepOutput] | None
         try:
@@ -89,11 +71,11 @@ class Call:
         except Empty:
             outputs = None
         if outputs is None:  # not in the handler: an error of a step would have the empty inbox as its context
-            lead = self._shared.lead(self)
-            if lead is None:
+            permit = self._shared.acquire(self)
+            if permit is None:
                 outputs = self._wait(timeout)
             else:
-                with lead:
+                with permit:
                     self._shared.step()
                     while self.ends_only and self.inbox.empty():
                         self._shared.step()
@@ -122,9 +104,7 @@ class Call:
             self._shared.stop_waiting(self)
 
 
-class _Lead:
-    """The right to run steps, for a ``with`` block."""
-
+class _StepPermit:
     def __init__(self, shared: SharedCore, call: Call | None) -> None:
         self._shared = shared
         self.call = call
@@ -146,30 +126,24 @@ class _Change(NamedTuple):
 
 
 class SharedCore:
-    """A core that serves the calls of several threads; one thread at a time runs a step.
+    """Runs the steps of a core, in one process, for the calls of several threads; one thread at a time runs a step.
 
-    Args:
-        core: no other code may run its steps while a call has requests.
-        process: the process in which they run.
-
-    Attributes:
-        run: counts and times, since a call last began while no other call had requests.
-
+    No other code may run its steps while a call has requests.
     """
 
     def __init__(self, core: EngineCore, process: OwnProcess) -> None:
         self.core = core
         self.process = process
-        self.run = RunStats()
+        self.run = RunStats()  # counts and times, since a call last began while no other call had requests
         self._started = 0.0
         # Guards all below; no thread holds it during a step. It is reentrant because the garbage collector may close an
         # abandoned stream in a thread that holds it.
         self._lock = RLock()
         self._calls: dict[Sequence, Call] = {}  # of every request that has not ended
         self._changes: deque[_Change] = deque()  # since the last step
-        # A weak reference: if a signal interrupts a thread before the ``with`` block of its lead has begun, the lead is
-        # destroyed, and another thread may step. A lock would stay held for ever.
-        self._leader: ReferenceType[_Lead] | None = None
+        # A weak reference: if a signal interrupts a thread before the ``with`` block of its permit has begun, the
+        # permit is destroyed, and another thread may step. A lock would stay held for ever.
+        self._permit: ReferenceType[_StepPermit] | None = None
         self._waiting: deque[Call] = deque()
 
     def call(self, returns: bool = True, ends_only: bool = False) -> Call:
@@ -181,7 +155,7 @@ class SharedCore:
         self.process.expect_this()
         with self._lock:
             if not self._calls:
-                if self.core.has_work and self._find_leader() is None and not self._changes:
+                if self.core.has_work and self._current_permit() is None and not self._changes:
                     raise EngineBusyError(
                         "requests that were added to engine.core have not ended; call core.step() until "
                         "core.has_work is False, or core.cancel_all()."
@@ -203,21 +177,21 @@ class SharedCore:
                     self._changes.append(_Change(request, error=error))
                 if error is None:
                     self._calls.pop(request, None)
-        lead = self.lead(None)
-        if lead is not None:
-            with lead:
+        permit = self.acquire(None)
+        if permit is not None:
+            with permit:
                 pass  # the changes are made when it ends
 
-    def lead(self, call: Call | None) -> _Lead | None:
-        """Return the right to run steps; None if another thread has it, which then wakes ``call``."""
+    def acquire(self, call: Call | None) -> _StepPermit | None:
+        """Return a permit to run steps; None if another thread has it, which then wakes ``call``."""
         torch.get_num_threads()  # gives a new thread the number of threads that ``torch.set_num_threads`` set
         with self._lock:
-            leader = self._find_leader()
-            if leader is None:
-                lead = _Lead(self, call)
-                self._leader = ref(lead, self._on_dropped)
-                return lead
-            if call is not None and leader.thread == get_ident():
+            holder = self._current_permit()
+            if holder is None:
+                permit = _StepPermit(self, call)
+                self._permit = ref(permit, self._on_dropped)
+                return permit
+            if call is not None and holder.thread == get_ident():
                 raise EngineBusyError(
                     "a step of this engine called the engine (in a drafter, a policy for K, or a hook); call it "
                     "outside, or make another Engine of the same models."
@@ -226,13 +200,13 @@ class SharedCore:
                 self._waiting.append(call)
             return None
 
-    def release(self, lead: _Lead) -> None:
-        """Give the right back, after the additions and cancellations of other threads have taken effect."""
+    def release(self, permit: _StepPermit) -> None:
+        """Give the permit back, after the additions and cancellations of other threads have taken effect."""
         while True:
             with self._lock:
                 if not self._changes:
-                    self._leader = None
-                    if lead.call is None or not lead.call.returns:
+                    self._permit = None
+                    if permit.call is None or not permit.call.returns:
                         self._wake_next()
                     return
             try:
@@ -240,7 +214,7 @@ class SharedCore:
             except BaseException as error:
                 self._fail(error)
                 with self._lock:
-                    self._leader = None
+                    self._permit = None
                     self._wake_next()
                 raise
 
@@ -249,11 +223,11 @@ class SharedCore:
         with self._lock:
             if call in self._waiting:
                 self._waiting.remove(call)
-            elif self._find_leader() is None:
+            elif self._current_permit() is None:
                 self._wake_next()
 
     def step(self) -> None:
-        """Run one step in the thread that has the right to, and put the outputs into the inboxes of their calls.
+        """Run one step in the thread that has the permit, and put the outputs into the inboxes of their calls.
 
         An exception of the step fails its requests; only interrupts are raised.
         """
@@ -271,13 +245,13 @@ class SharedCore:
             if not isinstance(error, Exception):
                 raise
 
-    def _find_leader(self) -> _Lead | None:
-        return None if self._leader is None else self._leader()
+    def _current_permit(self) -> _StepPermit | None:
+        return None if self._permit is None else self._permit()
 
-    def _on_dropped(self, reference: ReferenceType[_Lead]) -> None:
+    def _on_dropped(self, reference: ReferenceType[_StepPermit]) -> None:
         with self._lock:
-            if self._leader is reference:
-                self._leader = None
+            if self._permit is reference:
+                self._permit = None
                 self._wake_next()
 
     def _wake_next(self) -> None:
@@ -304,7 +278,7 @@ class SharedCore:
             self.core.cancel_all()  # a step that a GPU has begun
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
-        found: dict[Call, list[StepOutput]] = {}
+        by_call: dict[Call, list[StepOutput]] = {}
         for output in outputs:
             call = self._calls.get(output.request)
             if call is None:
@@ -313,12 +287,11 @@ class SharedCore:
                 self._calls.pop(output.request, None)
             elif call.ends_only:
                 continue
-            found.setdefault(call, []).append(output)
-        for call, own in found.items():
-            call.inbox.put(own)
+            by_call.setdefault(call, []).append(output)
+        for call, emitted in by_call.items():
+            call.inbox.put(emitted)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail every request that the core has lost with a step."""
         try:
             self.core.drop_failed(error)
         except Exception:  # a drafter fails again

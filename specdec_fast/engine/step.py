@@ -26,52 +26,30 @@ from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
 
 class StepOutput(NamedTuple):
-    """The output of one step for one request.
-
-    Attributes:
-        request: the sequence.
-        token_ids: tokens that it emitted in this step; empty if it failed before emitting one.
-        finish_reason: None if it has not ended.
-
-    """
+    """The output of one step for one request."""
 
     request: Sequence
-    token_ids: list[int]
-    finish_reason: FinishReason | None
+    token_ids: list[int]  # emitted in this step; empty if the request failed before it emitted one
+    finish_reason: FinishReason | None  # None if it has not ended
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that has been launched.
-
-    Attributes:
-        batch: its ``B`` sequences.
-        limits: per sequence, the number of draft tokens that the engine asked for.
-        draft: the draft tokens that are verified.
-        depths: per sequence, the depth of its draft; of a chain, the number of its tokens.
-        verification: the target's verification of these tokens.
-        started: time at which drafting began, with the drafter's prefill of new sequences, by ``perf_counter``.
-        drafted: time at which it ended.
-        may_branch: whether a tree might have more nodes than a chain has tokens.
-
-    """
+    """A step of ``B`` sequences that has been launched."""
 
     batch: list[Sequence]
-    limits: list[int]
-    draft: Draft
-    depths: list[int]
+    limits: list[int]  # per sequence, the number of draft tokens that the engine asked for
+    draft: Draft  # the draft tokens that are verified
+    depths: list[int]  # per sequence, the depth of its draft; of a chain, the number of its tokens
     verification: Verification
-    started: float
-    drafted: float
-    may_branch: bool
+    started: float  # when drafting began, with the drafter's prefill of new sequences, by ``perf_counter``
+    drafted: float  # when it ended
+    may_branch: bool  # whether a tree might have more nodes than a chain has tokens
 
     def observation(self, outcome: Outcome, last_finished: float) -> StepObservation:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``.
 
-        Args:
-            outcome: what was accepted.
-            last_finished: end of the step before, from which on the time is this step's; 0.0: from ``started`` on.
-
+        The time since ``last_finished``, the end of the step before, is this step's; 0.0: that since ``started``.
         """
         draft_seconds = self.drafted - self.started
         verify_seconds = self.verification.forward_seconds
@@ -89,36 +67,21 @@ class Step:
 
 
 def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
-    """Return how many draft tokens each sequence may get: the policy's number, or the request's if that is smaller.
-
-    Raises:
-        LengthPolicyError: the policy broke its contract.
-
-    """
+    """Return how many draft tokens each sequence may get: the policy's number, or the request's if that is smaller."""
     limits = policy.checked_limits(batch)
     most = [sequence.params.num_draft_tokens for sequence in batch]
     return [k if m is None else min(k, m) for k, m in zip(limits, most, strict=True)]
 
 
 def expect_max_nodes(drafter: Drafter) -> None:
-    """Check the largest number of nodes of a drafter's trees.
-
-    Raises:
-        DrafterError: it is not an integer from 0 on.
-
-    """
+    """Raise a DrafterError if the largest number of nodes of a drafter's trees is not an integer from 0 on."""
     most = drafter.max_nodes
     if not isinstance(most, int) or not 0 <= most < 2**31:
         raise DrafterError(f"a drafter's max_nodes is {most!r}; expected an integer from 0 on, 0 if it drafts chains.")
 
 
 def measured_seconds(drafter: Drafter, row_counts: list[int]) -> dict[int, float] | None:
-    """Return ``forward_seconds`` of a drafter, held to the contract.
-
-    Raises:
-        DrafterError: it is neither None nor finite seconds by number of sequences.
-
-    """
+    """Return ``forward_seconds`` of a drafter; a DrafterError if they are not None or finite seconds by number."""
     found = drafter.forward_seconds(list(row_counts))
     if found is None:
         return None
@@ -158,7 +121,7 @@ def propose(
     """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and keep those that are worth their rows.
 
     Args:
-        drafter: the drafter; not called if all limits are 0 (every sequence is at its last token, or K is 0).
+        drafter: not called if all limits are 0 (every sequence is at its last token, or K is 0).
         policy: decides which of the tokens are kept, if they have scores.
         batch: ``B`` sequences.
         limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
@@ -200,16 +163,8 @@ def logprobs_of(
 ) -> list[list[float] | None]:
     """Return the log-probabilities of emitted tokens for the sequences that request them, in one transfer.
 
-    Args:
-        batch: ``B`` sequences.
-        accepted_rows: rows of ``logits`` of each sequence. Token i of an emission was chosen at its row i.
-        emissions: tokens of each sequence, from ``Verification.outcome``.
-        logits: ``[T, vocab_size]``, the target's.
-
-    Returns:
-        Per sequence one value per token of its emission except ``INVALID_TOKEN``; None for a sequence that does not
-        request them.
-
+    Token i of a sequence's emission was chosen at its i-th accepted row of ``logits [T, vocab_size]``. A sequence that
+    requests none gets None; ``INVALID_TOKEN`` gets no value.
     """
     if all(sequence.logprobs is None for sequence in batch):
         return [None] * len(batch)
@@ -228,16 +183,9 @@ def logprobs_of(
 
 
 def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[float]:
-    """Return the log-probability of ``tokens[i]`` at row ``rows[i]``.
+    """Return the log-probability, float32, of ``tokens[i]`` at row ``rows[i]`` of ``logits [T, vocab_size]``.
 
-    Args:
-        logits: ``[T, vocab_size]``, of any float dtype; the sum over the vocabulary is computed in float32.
-        rows: ``R`` rows of ``logits``.
-        tokens: ``R`` token ids.
-
-    Returns:
-        ``R`` values of float32.
-
+    The sum over the vocabulary is computed in float32, whatever the dtype of the logits.
     """
     index = to_device([*rows, *tokens], logits.device).view(2, -1)
     logprobs = logits[index[0]].float().log_softmax(dim=-1)  # [R, vocab_size]
@@ -247,17 +195,9 @@ def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[f
 def commit_emissions(
     step: Step, emissions: Many[list[int]], logprobs: Many[list[float] | None], live: Container[int]
 ) -> list[tuple[Sequence, list[int]]]:
-    """Commit the emissions of a step.
+    """Commit the emissions of a step; return the sequences with the tokens that each emitted.
 
-    Args:
-        step: of ``B`` sequences.
-        emissions: tokens of each sequence, from ``Verification.outcome``.
-        logprobs: of each sequence, from ``logprobs_of``.
-        live: ids of the requests that have not been cancelled; the others stay as they are.
-
-    Returns:
-        The sequences that have not been cancelled, with the tokens that each emitted.
-
+    Only requests whose ids are in ``live``: the others have been cancelled, and stay as they are.
     """
     drafted = zip(step.draft.num_draft_tokens, step.depths, strict=True)
     return [
@@ -272,16 +212,7 @@ def commit_emission(
 ) -> list[int]:
     """Commit the emission of one sequence; a row of NaN logits ends the request after the tokens before it.
 
-    Args:
-        sequence: the sequence that emits.
-        num_draft_tokens: number of its draft tokens verified in this step.
-        depth: of its draft; of a chain, the number of its tokens.
-        emission: its tokens, from ``Verification.outcome``.
-        logprobs: its log-probabilities, from ``logprobs_of``.
-
-    Returns:
-        The committed tokens.
-
+    Returns the committed tokens. ``depth`` is that of the draft: of a chain, the number of its tokens.
     """
     num_accepted = len(emission) - 1
     valid = emission[-1] != INVALID_TOKEN
@@ -302,25 +233,15 @@ def commit_to_drafter(
 ) -> list[Sequence]:
     """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
 
-    If it runs out of memory, the tokens stand, it admits the sequences again, and the next forwards are smaller.
-
-    Args:
-        drafter: the drafter; it receives the sequences that are admitted to it.
-        step: of ``B`` sequences.
-        rows: the accepted rows of each sequence, from ``Outcome.accepted_rows``.
-        live: ids of the requests that have not been cancelled.
-        row_limit: counts the step, as passed or as one without enough memory.
-
-    Returns:
-        The sequences that the drafter has to admit again.
-
+    The drafter receives the sequences that are admitted to it and whose ids are in ``live``. If it runs out of memory,
+    the tokens stand, and the next forwards are smaller. Returns the sequences that it has to admit again then.
     """
     unfinished: list[Sequence] = []
     accepted_rows: list[Many[int]] = []
-    for sequence, own in zip(step.batch, rows, strict=True):
+    for sequence, accepted in zip(step.batch, rows, strict=True):
         if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in live:
             unfinished.append(sequence)
-            accepted_rows.append(own)
+            accepted_rows.append(accepted)
     try:
         drafter.commit(list(unfinished), StepResult(accepted_rows, step.verification.hidden_states))
     except Exception as error:

@@ -14,18 +14,13 @@ from specdec_fast.request.stopping import cut_emission
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first difference of one output.
-
-    Attributes:
-        index: index of the prompt.
-        position: 0-based index of the first differing emitted token; the shorter length if one is a prefix of the
-            other.
-        best_logits: the reference's two best logits there. If they are nearly equal, rounding decided; if they are far
-            apart, something is wrong (in sampled texts noise decides, too).
-    """
+    """The first difference of one output."""
 
     index: int
+    # 0-based index of the first differing emitted token; the shorter length if one is a prefix of the other
     position: int
+    # the reference's two best logits there. If they are nearly equal, rounding decided; if they are far apart,
+    # something is wrong (in sampled texts noise decides, too).
     best_logits: tuple[float, float]
 
     @property
@@ -75,10 +70,7 @@ def transformers_greedy(model: PreTrainedModel, prompt_ids: list[int], max_new_t
 def transformers_greedy_batch(
     model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """Decode prompts together with ``generate()``, left-padded as its users do; return the emitted ids of each prompt.
-
-    ``options`` are passed to ``generate()``.
-    """
+    """Decode prompts together with ``generate(**options)``, left-padded as users do; return each one's emitted ids."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     stop_ids = eos_token_ids(model)
@@ -113,11 +105,8 @@ def compare(
 ) -> Comparison:
     """Compare emitted ids with the reference's; compute the two best logits where they diverge.
 
-    Args:
-        setting: how the outputs were made, for the report.
-        model: the stock model that made the reference.
-        prompts, outputs, expected: ids of each prompt, of its output, and of the reference's.
-        logprobs: of the outputs and of the reference, one per token; None if not known.
+    ``setting`` says how the outputs were made; ``model`` is the stock model that made the reference. ``logprobs`` are
+    those of the outputs and of the reference, one per token; None if not known.
     """
     divergences = []
     equal_tokens = 0

@@ -68,18 +68,15 @@ class Matrix:
 
 @dataclass
 class Report:
-    """The results.
+    """The results."""
 
-    Attributes:
-        comparisons: every combination, compared with the engine's plain decoding at batch 1.
-        against_transformers: greedy plain decoding at batch 1, compared with ``generate()`` at batch 1.
-        noise_floor: plain batched ``generate()``, compared with its own batch 1.
-        control: the engine with ``deterministic=False``, compared with plain decoding, both with ``enforce_eager``.
-    """
-
+    # every combination, compared with the engine's plain decoding at batch 1
     comparisons: list[Comparison] = field(default_factory=list)
+    # greedy plain decoding at batch 1, compared with ``generate()`` at batch 1
     against_transformers: list[Comparison] = field(default_factory=list)
+    # plain batched ``generate()``, compared with its own batch 1
     noise_floor: list[Comparison] = field(default_factory=list)
+    # the engine with ``deterministic=False``, compared with plain decoding, both with ``enforce_eager``
     control: list[Comparison] = field(default_factory=list)
 
     @property
@@ -91,7 +88,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {name: [comparison.as_dict() for comparison in found] for name, found in vars(self).items()}
+        return {name: [comparison.as_dict() for comparison in comparisons] for name, comparisons in vars(self).items()}
 
 
 class Models:
@@ -130,13 +127,13 @@ class Models:
         engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer)
         for name in self.matrix.samplings:
             # the name of the folder, without its path on this machine
-            found = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
+            named = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
             rounds = self.matrix.rounds
             limit = None if rounds is None else rounds * setting.batch_size
             got = self._decode(engine, name, limit)
             want = self._reference(name, setting.enforce_eager)[:limit]
             logprobs = (_logprobs(got), _logprobs(want))
-            yield compare(found, self.target, self.prompts[:limit], _tokens(got), _tokens(want), logprobs)
+            yield compare(named, self.target, self.prompts[:limit], _tokens(got), _tokens(want), logprobs)
 
     def against_transformers(self) -> Comparison:
         """Compare the greedy reference with ``generate()`` at batch 1, each text up to its EOS."""

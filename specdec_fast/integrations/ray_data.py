@@ -40,8 +40,8 @@ class BatchGenerator:
         target: a name or folder, as for ``Engine``; workers load it themselves.
         draft: a name or folder, the name of a drafter, or None, as for ``Engine``.
         config: an EngineConfig; its fields may be given as keywords instead.
-        params: SamplingParams or a transformers GenerationConfig for all rows; None is greedy. Or a function that
-            makes them from a row (a dict of its columns), for example ``lambda row: SamplingParams(temperature=0.8,
+        params: SamplingParams or a transformers GenerationConfig for all rows; None is greedy. Or a function that makes
+            them from a row (a dict of its columns), for example ``lambda row: SamplingParams(temperature=0.8,
             seed=row["id"])``.
         tokenizer: as for ``Engine``.
         prompt_column: the column of the prompts: texts, lists of token ids, or lists of messages.

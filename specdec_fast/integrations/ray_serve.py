@@ -56,7 +56,6 @@ class EngineDeployment:
         self._app_options = dict(app_options or {})
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the HTTP application; Ray Serve calls this in the replica."""
         return create_app(self.engine, **self._app_options)
 
     async def generate(self, prompt: Any, params: Any = None, **options: Any) -> GenerationOutput:

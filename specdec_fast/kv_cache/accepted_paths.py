@@ -18,11 +18,7 @@ def keep_paths(pool: PagePool, ops: Ops, roots: Many[tuple[Hashable, int]], path
     Row r of a tree whose root is at position p has its entry in slot p + r. The row at depth d of the accepted path is
     at position p + d. Rows of a path rise, so no entry moves up.
 
-    Args:
-        pool: of the trees.
-        ops: move the entries.
-        roots: (owner, position of the root) of each tree.
-        paths: the accepted rows of each tree without the root, counted from it.
+    ``roots`` are the (owner, position) of each tree's root; ``paths`` the accepted rows besides it, counted from it.
     """
     places: list[int] = []
     sources: list[int] = []

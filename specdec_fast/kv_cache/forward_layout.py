@@ -1,7 +1,8 @@
 """The layout of a forward's rows on the pages of a pool: positions, slots, block tables, spans.
 
 The layout is read from two arrays of the pool: the block tables, and the slot of every position. The forwards of one
-drafting loop are laid out together. Tensors that depend on row counts only are cached and shared.
+drafting loop are laid out together. Tensors that depend on row counts only are cached and shared. Pages are allocated
+for new positions, or KVCacheTooSmallError is raised.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import all_to_device, to_device
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.trees.rows import TreeRows
 
 
 class RowCounts(NamedTuple):
@@ -66,9 +67,9 @@ def row_counts(counts: tuple[int, ...]) -> RowCounts:
 @lru_cache(maxsize=256)
 def row_layout(counts: tuple[int, ...], device: torch.device) -> RowLayout:
     """Return the layout of row counts on a device. It is cached as well; callers must not modify it."""
-    own = row_counts(counts)
-    cu_seqlens = to_device(own.cu_seqlens.copy(), device)
-    return RowLayout(own, cu_seqlens, cu_seqlens[1:].long() - 1)
+    counted = row_counts(counts)
+    cu_seqlens = to_device(counted.cu_seqlens.copy(), device)
+    return RowLayout(counted, cu_seqlens, cu_seqlens[1:].long() - 1)
 
 
 def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[int] = 0) -> HostLayout:
@@ -76,9 +77,6 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
 
     ``ahead`` may differ between sequences. Then all of them have block tables for the largest one; what lies behind a
     sequence's own pages is the scratch page.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
     """
     places = []
     ends = []
@@ -108,9 +106,6 @@ def lay_out(
         ahead: number of positions after each span that get pages, and entries in the block table, as well.
         trees: if the rows of each span are a tree, its shape. Rows then have consecutive slots, and their positions are
             those of their depths. None: chains.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
     """
     batch = _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
     if trees is None:
@@ -123,13 +118,9 @@ def lay_out(
 def decode_batches(pool: PagePool, rows: Sequence[Rows], num_forwards: int) -> list[partial[RaggedBatch]]:
     """Lay out several forwards at once: the spans, then the position after each span, then the next one, and so on.
 
-    The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout.
-
-    The first one has the spans ``rows``, in batch order; every later one has one row per span. There is one function
-    per forward: called with the keyword ``token_ids``, ``[T]``, it returns the batch.
-
-    Raises:
-        KVCacheTooSmallError: too few pages are free.
+    The positions of a forward are known before its tokens, so a drafting loop need not stop for the layout. The first
+    one has the spans ``rows``, in batch order; every later one has one row per span. There is one function per forward:
+    called with the keyword ``token_ids``, ``[T]``, it returns the batch.
     """
     later = num_forwards - 1
     first, place, end, table = _laid_out(pool, rows, later)

@@ -19,20 +19,10 @@ from specdec_fast.torch_threads import invariant_call
 class PagedCache(Cache):
     """The KV cache of a Hugging Face model during one forward over a ragged batch.
 
-    ``update`` returns the new states unchanged. The attention function writes the keys and values that it receives
-    into pages, and reads pages. The model may compute padding rows after the rows of the batch: they are not written,
-    and their attention output is 0.
-
-    Args:
-        pool: its pages are written and read.
-        batch: ``T`` rows.
-        ops: have ``append_kv_`` and ``paged_attention``.
-        sliding_layers: must pass their sliding window to attention.
-        num_logit_rows: number of rows whose logits the caller needs; None: all.
-
-    Attributes:
-        real_rows: maps a padded number of rows to the number before padding, for every row count of the forward; if
-            two counts are padded to the same number, it has the larger one.
+    ``update`` returns the new states unchanged. The attention function writes the keys and values that it receives into
+    pages, and reads pages. The model may compute padding rows after the rows of the batch: they are not written, and
+    their attention output is 0. ``sliding_layers`` must pass their sliding window to attention. ``num_logit_rows`` is
+    the number of rows whose logits the caller needs; None: all.
     """
 
     def __init__(
@@ -51,6 +41,8 @@ class PagedCache(Cache):
         self._num_rows = batch.positions.shape[0]
         self._padding = pool.row_padding.padding(self._num_rows)
         counts = sorted((self._num_rows, self._num_rows if num_logit_rows is None else num_logit_rows))
+        # maps a padded number of rows to the number before padding, for every row count of the forward; if two counts
+        # are padded to the same number, it has the larger one
         self.real_rows = {count + pool.row_padding.padding(count): count for count in counts}
         self._attention_batch = batch.row_by_row() if pool.row_padding.attend_per_row else batch
         # The pool made the layout, so only the model's tensors need checks, and `attend` makes them.
@@ -71,8 +63,7 @@ class PagedCache(Cache):
             query: ``[1, num_heads, T, key_head_dim]``.
             key: ``[1, num_kv_heads, T, key_head_dim]``.
             value: ``[1, num_kv_heads, T, value_head_dim]``; the result is ``[1, T, num_heads, value_head_dim]``.
-            layer_idx: index of the layer.
-            params: scale, sliding window, soft cap and sinks.
+            layer_idx, params: index of the layer; scale, sliding window, soft cap and sinks.
         """
         self.num_attended += 1
         pages = self.pool.layers[layer_idx]
@@ -122,7 +113,6 @@ class PagedCache(Cache):
         return -1
 
     def __len__(self) -> int:
-        """Return the number of layers that attend."""
         return self.pool.layout.num_layers
 
     @property
@@ -149,8 +139,6 @@ class PagedCache(Cache):
 
 
 def _refuse(name: str) -> property:
-    """Return a property that raises when the model reads it."""
-
     def refuse(self: PagedCache) -> Any:
         raise UnsupportedModelError(f"the model asks its KV cache for `{name}`, which a paged cache cannot answer.")
 

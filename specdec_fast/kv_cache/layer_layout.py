@@ -62,12 +62,10 @@ class KVLayout:
         return numbers * self.dtype.itemsize
 
     def allocate(self, num_pages: int, page_size: int) -> tuple[tuple[Tensor, ...], list[LayerKV]]:
-        """Return memory for ``num_pages`` pages, filled with zeros.
+        """Return zeros for ``num_pages`` pages, and every layer's keys and values, which are views of them.
 
-        Returns:
-            The allocations, each ``[layers, planes, num_pages, page_size, num_kv_heads, head size]``: one per shape,
-            with two planes (keys and values); two of one plane each if keys and values differ in size. And the keys
-            and values of every layer, which are views of the allocations.
+        The allocations are each ``[layers, planes, num_pages, page_size, num_kv_heads, head size]``: one per shape,
+        with two planes (keys and values); two of one plane each if keys and values differ in size.
         """
         tensors: list[Tensor] = []
         layers: dict[int, LayerKV] = {}

@@ -42,8 +42,8 @@ class Spans(NamedTuple):
 class PagePool:
     """Pages of one model's KV cache, allocated as their owners grow and freed when these leave.
 
-    The pool promises an owner nothing beyond the pages that it holds. The engine makes room before each step, see
-    ``engine/residents.py``.
+    The pool promises an owner only the pages that it holds; ``engine/residents.py`` makes room before each step.
+    Whatever allocates pages raises KVCacheTooSmallError if too few are free, and allocates none then.
 
     Attributes:
         layers: keys and values of every layer, each ``[num_pages + 1, page_size, num_kv_heads, its head size]``.
@@ -119,10 +119,8 @@ class PagePool:
     def grown(self, num_tokens: int) -> PagePool:
         """Return a pool of ``num_tokens`` positions in which every owner holds the same pages, with their entries.
 
-        The caller must not use this pool afterwards. Both pools need memory until the entries are copied.
-
-        Raises:
-            KVCacheAllocationError: there is no memory for the larger pool; this pool is unchanged.
+        The caller must not use this pool afterwards. Both pools need memory until the entries are copied. Raises
+        KVCacheAllocationError if there is no memory for the larger pool; this pool is unchanged then.
         """
         pool = PagePool(self.layout, num_tokens, self.page_size, self.row_padding)
         for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
@@ -148,11 +146,7 @@ class PagePool:
         return max(0, self.num_pages_for(num_tokens) - len(self._pages_of[owner]))
 
     def allocate(self, owner: Hashable, num_tokens: int) -> None:
-        """Allocate the pages that ``owner`` lacks for its first ``num_tokens`` positions.
-
-        Raises:
-            KVCacheTooSmallError: too few pages are free; none is allocated.
-        """
+        """Allocate the pages that ``owner`` lacks for its first ``num_tokens`` positions."""
         pages = self._pages_of[owner]
         if num_tokens <= len(pages) * self.page_size:
             return
@@ -174,12 +168,8 @@ class PagePool:
     def spans(self, rows: Iterable[Rows], ahead: Sequence[int] | None = None) -> Spans:
         """Allocate the pages that one forward's new positions need; a program will lay the rows out.
 
-        Args:
-            rows: the span of each sequence, in batch order; the pool has their owners.
-            ahead: per span, the number of positions after it that get pages as well; None: 0 for all.
-
-        Raises:
-            KVCacheTooSmallError: too few pages are free.
+        ``rows`` has each sequence's span, in batch order. ``ahead`` is, per span, the number of positions after it that
+        get pages as well; None: 0 for all.
         """
         spans = []
         for i, (owner, start, count) in enumerate(rows):

@@ -23,7 +23,7 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
     """Compute the experts of every row and add them up: ``[T, hidden_size]`` in the dtype of ``rows``.
 
     Products with the weights are rounded to the wider of both dtypes, as ``transformers`` does, and added in fp32, in
-    the order of the choices.
+    the order of the choices. Raises UnsupportedModelError if the experts are spread over several devices.
 
     Args:
         ops: ops that include ``grouped_linear``.
@@ -31,9 +31,6 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
         rows: ``[T, hidden_size]``.
         expert_ids: ``[T, num_choices]`` int64.
         weights: ``[T, num_choices]``, of any floating dtype.
-
-    Raises:
-        UnsupportedModelError: the experts are spread over several devices.
     """
     if getattr(module, "_is_expert_parallel", False):  # an attribute since transformers 5.20
         raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")

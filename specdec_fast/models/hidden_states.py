@@ -25,11 +25,7 @@ Collect = Callable[[int, Tensor], None]
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Return the taps of EAGLE-3 for a target of ``num_layers`` layers: 2, L // 2, L - 3 (arXiv 2503.01840).
-
-    Raises:
-        ConfigError: two of them are the same layer, or they are not in rising order: below 7 layers.
-    """
+    """Return EAGLE-3's taps: 2, L // 2, L - 3 (arXiv 2503.01840). Raises ConfigError below 7 layers."""
     taps = (2, num_layers // 2, num_layers - 3)
     if not taps[0] < taps[1] < taps[2]:
         raise ConfigError(
@@ -40,11 +36,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def checked_taps(taps: Any, num_layers: int) -> tuple[int | str, ...]:
-    """Return the taps of a drafter, checked against the number of layers of the target.
-
-    Raises:
-        DrafterError: they are not a tuple or list of different ids, each from 0 to ``num_layers`` or ``"final"``.
-    """
+    """Return a drafter's taps; DrafterError unless they are different ids from 0 to ``num_layers`` or ``"final"``."""
     if not isinstance(taps, (tuple, list)):
         raise DrafterError(f"a drafter's taps are {taps!r}; expected a tuple of layer ids and {FINAL!r}.")
     wrong = [tap for tap in taps if tap != FINAL and not (type(tap) is int and 0 <= tap <= num_layers)]
@@ -67,17 +59,10 @@ class _Place(NamedTuple):
 
 
 class Taps:
-    """Where a model's taps are read.
+    """Where a model's taps are read: ``ids``, from ``checked_taps``, in the order of ``Drafter.taps``.
 
-    Args:
-        model: a causal language model.
-        ids: from ``checked_taps``; kept in ``ids``, in the order of ``Drafter.taps``.
-        num_layers: number of its layers, which all attend.
-        run: runs a short forward of the model over all its rows.
-
-    Raises:
-        UnsupportedModelError: its decoder layers are not found, or pass on something else than one tensor of hidden
-            states.
+    ``run`` runs a short forward over all its rows. Raises UnsupportedModelError if its decoder layers are not found, or
+    pass on something else than one tensor of hidden states.
     """
 
     def __init__(
@@ -181,11 +166,7 @@ def _copied(hidden: Any) -> Any:
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Return the ``num_layers`` decoder layers of a causal language model.
-
-    Raises:
-        UnsupportedModelError: they are not found.
-    """
+    """Return the ``num_layers`` decoder layers of a causal model, or raise UnsupportedModelError."""
     return _decoder_layers(_decoder(model), num_layers)
 
 

@@ -60,9 +60,7 @@ class KVProbe(Cache):
     def layout(self, name: str) -> KVLayout:
         """Return the layout of the KV cache of a model called ``name``.
 
-        Raises:
-            UnsupportedModelError: some layers do not attend through the hook, or several times, or their dtypes differ
-                or are not served.
+        Raises UnsupportedModelError if a layer does not attend through the hook once, or a dtype is not served.
         """
         num_layers = len(self._cached | set(self._attended))
         if not num_layers:

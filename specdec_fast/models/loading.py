@@ -28,10 +28,9 @@ def load_model(
         device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
 
-    Raises:
-        ConfigError: the source is none of these; there is no such model or device; files are damaged, weights are
-            missing, or the model needs code of its own; or a loaded model has another dtype or device than asked for,
-            has no weights, is in training mode, or is spread over devices; or a draft is sharded over processes.
+    Raises ConfigError if there is no such model or device; if files are damaged, weights are missing, or the model
+    needs code of its own; if a loaded model has another dtype or device than asked for, has no weights, is in training
+    mode, or is spread over devices; or if a draft is sharded over processes.
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)
@@ -62,8 +61,7 @@ def load_model(
 def cause_shown(error: Exception) -> Exception | None:
     """Return the error of a file that could not be loaded, as the cause of another one; None if it may not be shown.
 
-    PyTorch's messages on files that hold more than tensors recommend to load them with ``weights_only=False``, which
-    runs code in them.
+    PyTorch's messages on files that hold more than tensors recommend ``weights_only=False``, which runs code in them.
     """
     return None if "weights_only" in str(error) else error
 
@@ -73,8 +71,8 @@ def why_unreadable(error: Exception) -> str:
     text = " ".join(str(error).split())
     if cause_shown(error) is not None:
         return text or type(error).__name__
-    found = re.search(r"GLOBAL (\S+)", text)
-    holds = f"it holds {found[1]}" if found else "it is damaged, or holds other things than tensors"
+    match = re.search(r"GLOBAL (\S+)", text)
+    holds = f"it holds {match[1]}" if match else "it is damaged, or holds other things than tensors"
     return f"{holds}, and only tensors are read, because other objects can run code"
 
 

@@ -2,8 +2,7 @@
 
 A paged cache holds sequences of many lengths, so it has no single length to return. Most models ask for the length only
 to compute positions that they receive anyway, or a mask that they do not need. Some compute with the answer (Llama-4
-scales its queries by it), and their outputs would be wrong. ``check_ignores_answers`` finds these models by returning
-another length.
+scales its queries by it): ``check_ignores_answers`` finds these, whose outputs would be wrong, by another length.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ ProbeForward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
 
 
 def check_decoder(model: PreTrainedModel) -> None:
-    """Refuse a model that is no decoder, whose layers cannot be paged, or that has too few positions for the checks.
-
-    Raises:
-        UnsupportedModelError: the message says what the model is.
-    """
+    """Raise UnsupportedModelError for no decoder, layers that pages do not serve, or too few positions to check."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
@@ -61,11 +56,7 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 
 def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:
-    """Refuse a model whose own ``[n, vocab_size]`` logits of a short text are NaN or infinite; -inf excludes an id.
-
-    Raises:
-        UnsupportedModelError: a logit is NaN or +inf.
-    """
+    """Raise UnsupportedModelError if a model's own ``[n, vocab_size]`` logits are NaN or +inf; -inf excludes an id."""
     if num_rows := int((logits.isnan() | logits.isposinf()).any(dim=-1).sum()):
         weights = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
         of_weights = f"weight {weights[0]} is not finite ({len(weights)} are not)" if weights else "weights are finite"
@@ -125,18 +116,14 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
 def check_ignores_answers(
     name: str, forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, page_size: int
 ) -> None:
-    """Compute the same rows with caches that return different lengths.
+    """Raise UnsupportedModelError if the logits of the same rows depend on the length that the cache returns.
 
     Args:
         name: of the model, for the message.
-        forward: runs the model: from ``[1, T]`` token ids and positions, a cache and no rows to logits
-            ``[1, T, vocab_size]``.
+        forward: from ``[1, T]`` token ids and positions, a cache and no rows to logits ``[1, T, vocab_size]``.
         layout: of its KV cache.
         make_cache: makes a cache from a pool and a batch.
         page_size: of the pages with which the model will be served.
-
-    Raises:
-        UnsupportedModelError: the logits depend on the length that the cache returns.
     """
     expected, questions = _logits(forward, layout, make_cache, 0, page_size)
     if not questions:

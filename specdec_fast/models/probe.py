@@ -15,11 +15,7 @@ PROBE_LENGTH = 8  # tokens
 
 
 def probe_of(vocab_size: int, device: torch.device) -> Tensor:
-    """Return the token ids of the probe, ``[PROBE_LENGTH]`` int64.
-
-    Raises:
-        UnsupportedModelError: the vocabulary has fewer than two ids.
-    """
+    """Return the probe's ids, ``[PROBE_LENGTH]`` int64; UnsupportedModelError if the vocabulary has fewer than two."""
     if vocab_size < 2:
         raise UnsupportedModelError(
             f"a vocabulary of size {vocab_size} leaves the model nothing to choose; expected at least two ids."
@@ -66,11 +62,10 @@ def _known_cause(model: nn.Module) -> str:
 
 
 def _innermost(model: nn.Module, error: Exception) -> str:
-    """Return the name of the deepest submodule whose method was running; empty if there is none."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = ""
+    innermost = ""
     step = error.__traceback__
     while step is not None:
-        found = names.get(id(step.tb_frame.f_locals.get("self")), "") or found
+        innermost = names.get(id(step.tb_frame.f_locals.get("self")), "") or innermost
         step = step.tb_next
-    return found
+    return innermost

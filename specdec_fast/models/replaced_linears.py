@@ -36,15 +36,12 @@ class Linears:
     The ``forward`` of a module is replaced if it only calls ``torch.nn.functional.linear``, or ``addmm`` as in GPT-2's
     ``Conv1D``. With ``sees_all``, these functions are intercepted wherever the model calls them, which costs some
     microseconds per call of any PyTorch function. Only one thread at a time may run within ``attached``.
-
-    Attributes:
-        sees_all: whether calls outside of modules are intercepted.
-        real_rows: ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once.
     """
 
     def __init__(self, model: nn.Module, ops: Ops) -> None:
         self._own = (ops.unchecked or ops).linear if ops.is_invariant("linear") else None
-        self.sees_all = False
+        self.sees_all = False  # whether calls outside of modules are intercepted
+        # ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once
         self.real_rows: Mapping[int, int] | None = None
         self._exchanged = [(module, name) for module in model.modules() if (name := _function_of(module))]
         self._forwards = [(m.__dict__, OwnForward(self._forward, m, name)) for m, name in self._exchanged]
@@ -71,13 +68,10 @@ class Linears:
                         attributes["forward"] = before
 
     def compute(self, function: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute one linear: ``[..., out_features]``, zeros in rows of padding.
+        """Compute one linear of ``[..., in_features]``: ``[..., out_features]``, zeros in rows of padding.
 
-        Args:
-            function: a name in ``row_counts.FUNCTIONS``.
-            rows: ``[..., in_features]``.
-            weight: ``[out_features, in_features]`` for ``linear``, ``[in_features, out_features]`` for ``addmm``.
-            bias: ``[out_features]``.
+        ``function`` is a name in ``row_counts.FUNCTIONS``; ``weight`` is ``[out_features, in_features]`` for
+        ``linear``, ``[in_features, out_features]`` for ``addmm``.
         """
         if rows.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):  # spares three calls of `stored`
             rows = stored(rows)
@@ -176,6 +170,5 @@ class _Intercepted(TorchFunctionMode):
 
 
 def _is_linear(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether a product is rows times a matrix, and not a product of two batches."""
     plain = type(weight) in _PLAIN and type(rows) is Tensor and rows.dtype == weight.dtype
     return plain and weight.dim() == 2 and rows.dim() >= 2 and weight.is_floating_point()

@@ -117,7 +117,6 @@ def _counts(kind: Kind) -> tuple[int, ...]:
 
 
 def _cost(sizes: Sequence[int]) -> float:
-    """Return the sum of costs over all expected forwards, each relative to the least possible cost."""
     held = ((chunks(tuple(sizes), count), count) for count in _EXPECTED)
     return sum((sum(parts) + _CALL * len(parts)) / (count + _CALL) for parts, count in held)
 

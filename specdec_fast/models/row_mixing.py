@@ -1,8 +1,7 @@
 """Finds an operation of a model that mixes rows, so that a row's bits may depend on other rows.
 
 The check recognises the axis of rows by its size, a prime number that divides no size of the model. An operation that
-is not known to keep rows separate counts as mixing them. Linears and attention run in ``invariant_call`` and are not
-checked.
+is not known to keep rows separate counts as mixing them. Linears and attention (``invariant_call``) are not checked.
 """
 
 from __future__ import annotations
@@ -47,19 +46,12 @@ def sizes_of_rows(model: nn.Module, most: int) -> tuple[int, int] | None:
 
 
 class RowMixing(TorchDispatchMode):
-    """Checks the operations of a model while it computes.
-
-    Args:
-        counts: sizes of the axes of rows.
-
-    Attributes:
-        mixing_op: the first operation that may mix rows, and why; None if there is none.
-    """
+    """Checks the operations of a model while it computes; ``counts`` are the sizes of the axes of rows."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         super().__init__()
         self._counts = counts
-        self.mixing_op: str | None = None
+        self.mixing_op: str | None = None  # the first operation that may mix rows, and why; None if there is none
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_maximum, expect_offsets, expect_tensor
-from specdec_fast.ops.registry import Case, Op
+from specdec_fast.ops.registry import Op
+from specdec_fast.trees.rows import TREE_MASK_BITS
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
@@ -26,8 +22,8 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
 
     Args:
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
-        kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache
-            ``[num_pages, page_size, num_kv_heads, value_head_dim]``.
+        kv: key cache ``[num_pages, page_size, num_kv_heads, head_dim]`` and value cache ``[num_pages, page_size,
+            num_kv_heads, value_head_dim]``.
 
     Returns:
         ``[T, num_heads, value_head_dim]`` in the dtype of ``query``. An entry that is not finite makes the rows that
@@ -166,130 +162,6 @@ def _check_batch(batch: PagedBatch, num_rows: int, device: torch.device) -> None
     expect_maximum("max_seqlen_k", batch.max_seqlen_k, batch.seqused_k)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    contexts: tuple[int, ...]  # KV entries per sequence, new rows included
-    rows: tuple[int, ...]  # query rows per sequence
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    value_dim: int | None = None  # None: as head_dim
-    page_size: int = 16
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    sinks_dtype: torch.dtype | None = None  # None: as the query
-    tree: bool = False
-
-
-def _make(shape: _Shape, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    pages_per_sequence = [-(-context // shape.page_size) for context in shape.contexts]
-    num_pages = sum(pages_per_sequence) + 1
-    value_dim = shape.value_dim or shape.head_dim
-    size = (2, num_pages, shape.page_size, shape.kv_heads, max(shape.head_dim, value_dim))
-    kv = torch.full(size, float("nan"), dtype=dtype, device="cpu")  # entries that no sequence owns must not be read
-    order = (torch.randperm(num_pages - 1, generator=generator, device="cpu") + 1).to(torch.int32)
-    block_table = torch.zeros(len(shape.contexts), max(pages_per_sequence, default=1), dtype=torch.int32, device="cpu")
-    used = 0
-    for b, (context, count) in enumerate(zip(shape.contexts, pages_per_sequence, strict=True)):
-        pages = order[used : used + count]
-        used += count
-        block_table[b, :count] = pages
-        entries = torch.randn(2, count * shape.page_size, *size[3:], generator=generator, device="cpu").to(dtype)
-        entries[:, context:] = float("nan")  # stale entries beyond the context must not be read (I2, I4)
-        kv[:, pages.long()] = entries.unflatten(1, (count, shape.page_size))
-    query = torch.randn(shape.heads, sum(shape.rows), shape.head_dim, generator=generator, device="cpu").to(dtype)
-    batch = PagedBatch(
-        cu_seqlens_q=torch.tensor([0, *shape.rows], device="cpu").cumsum(0).to(torch.int32).to(device),
-        seqused_k=torch.tensor(shape.contexts, dtype=torch.int32, device="cpu").to(device),
-        block_table=block_table.to(device),
-        max_seqlen_q=max(shape.rows, default=0),
-        max_seqlen_k=max(shape.contexts, default=0),
-        tree_mask=_random_trees(shape.rows, generator).to(device) if shape.tree else None,
-    )
-    sinks = None
-    dims = (shape.head_dim, value_dim)
-    if shape.sinks:
-        sinks = torch.randn(shape.heads, generator=generator, device="cpu").to(shape.sinks_dtype or dtype).to(device)
-    return {
-        "query": query.transpose(0, 1).to(device),
-        "kv": tuple(cache[..., :dim].contiguous().to(device) for cache, dim in zip(kv, dims, strict=True)),
-        "batch": batch,
-        "params": AttentionParams(shape.head_dim**-0.5, shape.sliding_window, shape.softcap, sinks),
-    }
-
-
-def _random_trees(rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Give every row except a sequence's first a random earlier row as its parent; return the tree mask."""
-    num_words = -(-max(rows, default=1) // TREE_MASK_BITS)
-    masks = []
-    for count in rows:
-        ancestors: list[int] = []  # of each row, as bits of one integer
-        for row in range(count):
-            parent = int(torch.randint(row, (), generator=generator, device="cpu")) if row else None
-            ancestors.append(1 << row | (0 if parent is None else ancestors[parent]))
-        for bits in ancestors:
-            words = [bits >> TREE_MASK_BITS * word & 0xFFFFFFFF for word in range(num_words)]
-            masks.append([word - (1 << 32) if word >> 31 else word for word in words])
-    return torch.tensor(masks, dtype=torch.int32, device="cpu").view(-1, num_words)
-
-
-def _cases() -> Iterator[Case]:
-    capped = partial(_Shape, sliding_window=5, softcap=2.0)
-    grid = (
-        ("prefill", "rows of a whole prompt, ragged", _Shape((1, 7, 33), (1, 7, 33))),
-        ("verify", "K + 1 rows at unequal contexts", _Shape((6, 40, 129, 17), (6, 6, 3, 1))),
-        ("decode", "one row each", _Shape((1, 16, 17, 90), (1, 1, 1, 1))),
-        ("page_boundary", "contexts that end at a page boundary", _Shape((16, 32, 15), (2, 5, 3))),
-        ("window", "a sliding window shorter than the context", _Shape((40, 9), (6, 6), sliding_window=8)),
-        ("window_decode", "one row behind a sliding window", _Shape((40, 3), (1, 1), sliding_window=8)),
-        ("softcap", "capped scores", _Shape((40, 9), (6, 1), softcap=2.0)),
-        ("window_softcap", "a window and capped scores, as in Gemma-2", capped((40, 9), (6, 1))),
-        ("multi_head", "as many KV heads as heads", _Shape((21, 5), (4, 4), heads=3, kv_heads=3, head_dim=20)),
-        ("multi_query", "one KV head for all heads", _Shape((21, 5), (4, 4), heads=8, kv_heads=1, head_dim=64)),
-        ("page_of_one", "pages of one position", _Shape((9, 4), (3, 3), page_size=1)),
-        ("tree", "siblings do not see each other", _Shape((20, 9, 1), (8, 9, 1), tree=True)),
-        ("wide_tree", "more rows than a word of the mask has bits", _Shape((90, 40), (70, 33), tree=True)),
-        ("tree_window", "a window counts from a row's depth", _Shape((70, 99), (9, 7), sliding_window=32, tree=True)),
-        ("sinks", "one more term in the denominator", _Shape((70, 9, 1), (6, 9, 1), sinks=True)),
-        ("sinks_fp32", "kept in fp32", _Shape((33, 9), (3, 1), sinks=True, sinks_dtype=torch.float32)),
-        (
-            "sinks_window_softcap",
-            "sinks are neither capped nor outside the window",
-            capped((40, 9), (6, 1), sinks=True),
-        ),
-        ("sinks_tree", "every row of a tree has the sink", _Shape((20, 9, 1), (8, 9, 1), tree=True, sinks=True)),
-        ("narrow_values", "keys of larger heads", _Shape((70, 9), (6, 9), head_dim=48, value_dim=32)),
-        ("wide_values", "values of larger heads", _Shape((70, 9), (6, 9), head_dim=20, value_dim=72, sinks=True)),
-        ("narrow_values_tree", "both sizes odd", _Shape((70, 9), (6, 9), head_dim=24, value_dim=7, tree=True)),
-        ("empty", "no sequences", _Shape((), ())),
-    )
-    for name, why, shape in grid:
-        yield Case(name, why, partial(_make, shape))
-
-
-def _benchmarks() -> Iterator[Case]:
-    qwen3_8b = partial(_Shape, heads=32, kv_heads=8, head_dim=128)
-    for context in (256, 1024, 4096):
-        yield Case(f"verify_{context}", "batch 8, K 5", partial(_make, qwen3_8b((context,) * 8, (6,) * 8)))
-        yield Case(f"decode_{context}", "plain decoding", partial(_make, qwen3_8b((context,) * 8, (1,) * 8)))
-    for tokens in (128, 512, 2048, 4096):
-        why = f"a prompt of {tokens} tokens"
-        yield Case(f"prefill_{tokens}", why, partial(_make, qwen3_8b((tokens,), (tokens,))))
-        small = partial(qwen3_8b, heads=16)
-        yield Case(f"prefill_16_heads_{tokens}", f"{why}, Qwen3-0.6B", partial(_make, small((tokens,), (tokens,))))
-
-
-def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> int:
-    entries = batch.seqused_k
-    if params.sliding_window is not None:
-        entries = entries.minimum(params.sliding_window + batch.cu_seqlens_q.diff() - 1)
-    (num_rows, num_heads, head_dim) = query.shape
-    (num_kv_heads, value_dim) = kv[1].shape[2:]
-    numbers = int(entries.sum()) * num_kv_heads + num_rows * num_heads  # keys and queries, values and output
-    return numbers * (head_dim + value_dim) * query.element_size()
-
-
 OP = Op(
     name="paged_attention",
     implementations={
@@ -299,9 +171,6 @@ OP = Op(
         "flash": "specdec_fast.ops.flash:paged_attention",
     },
     check=_check,
-    cases=_cases,
-    benchmarks=_benchmarks,
-    bytes_moved=_bytes_moved,
     exact=False,
     invariant=frozenset({"cpp", "triton"}),
     trees=frozenset({"cpp", "torch", "triton"}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -42,25 +42,12 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One set of arguments for tests and benchmarks."""
-
-    name: str  # id of the test
-    why: str  # the defect that this case would find; for a benchmark, the workload that it represents
-    # makes the keyword arguments from a seeded generator, a dtype and a device
-    make: Callable[[torch.Generator, torch.dtype, torch.device], dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Op:
     """One op, independent of its backends."""
 
     name: str  # the public name; a trailing underscore says that the op changes arguments in place
     implementations: Mapping[str, str]  # backend name to "module:function"; all have the oracle's signature
     check: Callable[..., None]  # raises on arguments outside the contract; called before every implementation
-    cases: Callable[[], Iterable[Case]]  # argument sets for which every implementation must agree with the oracle
-    benchmarks: Callable[[], Iterable[Case]]  # argument sets of the sizes of real models, for python -m bench.ops
-    bytes_moved: Callable[..., int]  # returns the least number of bytes to read and write, for given arguments
     exact: bool = True  # whether implementations must agree bit for bit (integers, copies) or within rounding
     # arguments that an op which is not exact changes in place within rounding; what it changes of others is exact
     rounded: tuple[str, ...] = ()
@@ -71,15 +58,9 @@ class Op:
     invariant: frozenset[str] = frozenset()
     # backends whose implementation gives a row of a tree the bits that it has alone in the chain of its path
     trees: frozenset[str] = frozenset()
-    # the same for given numbers of rows; None if rows are not what an op's sizes differ in
-    benchmarks_of_rows: Callable[[Iterable[int]], Iterable[Case]] | None = None
 
     def load(self, backend: str, check: bool = True) -> Callable[..., Any]:
-        """Import the backend's implementation, and add the argument check if ``check``.
-
-        Raises:
-            BackendError: there is no such implementation, or it cannot run here; the message says why.
-        """
+        """Import an implementation, and add the argument check if ``check``; a BackendError says why there is none."""
         reason = self.why_unavailable(backend)
         if reason is not None:
             raise BackendError(f"backend {backend!r} cannot serve {self.name}: {reason}")
@@ -110,18 +91,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Ops:
-    """The implementations chosen for one device; each is an attribute under its op's name, such as ``ops.linear``.
+    """The implementations chosen for one device; each is an attribute under its op's name, such as ``ops.linear``."""
 
-    Attributes:
-        chosen: op name to backend name, for every op that has an implementation here.
-        functions: op name to the chosen implementation; ``ops/`` defines the result of each. For an op without
-            an implementation, a function that raises a BackendError.
-        unchecked: the same ops without the argument check, for a caller that has checked tensors of the same shapes
-            before (the layers of one forward).
-    """
-
-    chosen: Mapping[str, str]
+    chosen: Mapping[str, str]  # op name to backend name, for every op that has an implementation here
+    # op name to the chosen implementation; ``ops/`` defines the result of each. For an op without an implementation, a
+    # function that raises a BackendError.
     functions: Mapping[str, Callable[..., Any]] = field(repr=False)
+    # the same ops without the argument check, for a caller that has checked tensors of the same shapes before (the
+    # layers of one forward)
     unchecked: Ops | None = field(repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -146,13 +123,10 @@ class Ops:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Return the device of the first tensor; every op has one among its arguments."""
     return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def _on_device_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with the device of its first tensor as the current device, such as cuda:1."""
-
     def guarded(*args: Any, **kwargs: Any) -> Any:
         device = _device_of(args, kwargs)
         if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -210,15 +184,9 @@ def all_ops() -> dict[str, Op]:
 def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None = None) -> Ops:
     """Choose an implementation of every op for ``device``.
 
-    Args:
-        device: of the tensors.
-        backend: ``"auto"`` chooses per op the best backend that runs here. A name chooses that backend for all ops
-            that it has; the other ops raise a BackendError when they are called, because a model may need none.
-        dtype: of the numbers, if ``"auto"`` should choose what is best for it.
-
-    Raises:
-        ConfigError: there is no such backend.
-        BackendError: the named backend cannot run here; the message says why.
+    ``"auto"`` chooses per op the best backend that runs here, for numbers of ``dtype`` if it is given. The name of a
+    backend chooses it for all ops that it has; the other ops raise a BackendError when they are called, because a model
+    may need none. Raises ConfigError if there is no such backend, BackendError with the reason if it cannot run here.
     """
     if backend != AUTO and backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}: expected one of {', '.join([AUTO, *BACKENDS])}.")

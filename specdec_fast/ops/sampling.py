@@ -90,8 +90,7 @@ def _halves(product: Tensor) -> tuple[Tensor, Tensor]:
 def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make seen tokens less likely, each once (Keskar et al., CTRL, arXiv 1909.05858, section 4.1).
 
-    As in transformers, a negative logit is multiplied. Ids outside the vocabulary are ignored: that of a draft model
-    may be smaller.
+    As in transformers, a negative logit is multiplied. Ids outside the vocabulary, as a larger target's, are ignored.
     """
     seen = seen[(seen >= 0) & (seen < len(logits))]
     before = logits[seen]

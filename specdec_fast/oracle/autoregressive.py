@@ -20,11 +20,7 @@ def autoregressive(
 ) -> list[int]:
     """Emit the target's most likely token at every position, among equals the lowest id; return the emitted ids.
 
-    Args:
-        target: a stock Hugging Face causal model.
-        prompt_ids: at least one token id.
-        max_new_tokens: at least 1.
-        stop_ids: ids that end the text; the text includes the id that ends it.
+    ``prompt_ids`` has at least one id, ``max_new_tokens`` is at least 1. The text includes the stop id that ends it.
     """
     device = next(target.parameters()).device
     given = {cache_argument(target): transformers.DynamicCache()}

@@ -49,10 +49,8 @@ RealignKV = Callable[[list[DenseLayerKV], Tensor, Tensor, Tensor], None]  # laye
 def repad_in_python(layers: list[DenseLayerKV], moves: list[RowMove], num_columns: int) -> list[DenseLayerKV]:
     """Unpad and repad every row of every layer, as the published method does, into new tensors of ``num_columns``.
 
-    Args:
-        layers: keys and values of each layer, ``[B, num_kv_heads, columns, head_dim]``.
-        moves: per row, the columns to keep and their shift.
-        num_columns: columns of the result; those of padding are zeros.
+    ``layers`` are ``[B, num_kv_heads, columns, head_dim]`` keys and values; ``moves`` has, per row, the columns to keep
+    and their shift. Columns of padding are zeros in the result.
     """
 
     def repad(tensor: Tensor) -> Tensor:
@@ -76,9 +74,8 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
     """Make a ``Repad`` from the fused op: rows move inside their tensors, and nothing is allocated.
 
     Columns outside a row's content then keep their old numbers, where ``repad_in_python`` writes zeros. The attention
-    mask hides these columns, so they affect no output.
-
-    The repad returns views of the given layers, cropped to ``num_columns``; the layers must have at least so many.
+    mask hides these columns, so they affect no output. The repad returns views of the given layers, cropped to
+    ``num_columns``; the layers must have at least so many.
     """
 
     @torch.inference_mode()  # a forward made the layers in this mode, and only in it may they be written
@@ -92,12 +89,9 @@ def repad_in_place(realign_kv_: RealignKV) -> Repad:
 class DenseModel:
     """A stock model with a dense, right-aligned KV cache that covers all but the last ``lag`` columns.
 
-    Args:
-        model: a Hugging Face causal model.
-        lag: number of last columns whose KV entries are not kept between steps. It is 1 for the target, which computes
-            the newest token together with the next draft tokens. It is 2 for a draft model: after a full acceptance it
-            has computed neither the last draft token nor the bonus token, and all dense rows must compute the same
-            columns.
+    ``lag`` is 1 for the target, which computes the newest token together with the next draft tokens. It is 2 for a
+    draft model: after a full acceptance it has computed neither the last draft token nor the bonus token, and all dense
+    rows must compute the same columns.
     """
 
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
@@ -133,9 +127,9 @@ class DenseModel:
 
     @torch.inference_mode()
     def feed(self, token_ids: Tensor, padding: Tensor) -> Tensor:
-        """Compute the next n columns, append their KV entries, return logits ``[B, n, vocab_size]``.
+        """Compute the next n columns ``[B, n]``, append their KV entries, return logits ``[B, n, vocab_size]``.
 
-        ``token_ids`` is ``[B, n]``; ``padding [B]`` counts the columns of padding at the left.
+        ``padding [B]`` counts the columns of padding at the left.
         """
         first = self.num_columns
         stop = self.num_columns + token_ids.shape[1]
@@ -159,11 +153,7 @@ class DenseModel:
     def realign(self, padding: list[int], shifts: list[int], num_columns: int, repad: Repad) -> int:
         """Move rows' entries by their shifts; keep ``num_columns - lag`` columns; return the bytes of KV that moved.
 
-        Args:
-            padding: columns of padding per row, before the move.
-            shifts: per row; rows with shift 0 do not move.
-            num_columns: L after the step.
-            repad: moves the entries.
+        ``padding`` counts each row's columns of padding before the move. ``num_columns`` is L after the step.
         """
         kept = max(0, num_columns - self.lag)
         if not any(shifts):

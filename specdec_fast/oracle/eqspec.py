@@ -32,15 +32,9 @@ def eqspec(
     """Decode all prompts as one batch until the last has ended.
 
     As in the published algorithm, finished rows stay in the batch: the models compute them, and they emit nothing.
-    Outputs are in input order, and equal to ``autoregressive`` of every prompt.
-
-    Args:
-        target: a stock Hugging Face causal model.
-        draft: a draft model with the same vocabulary; None drafts by prompt lookup.
-        prompts: token ids of the prompts.
-        limits: where requests end.
-        num_draft_tokens: K, at least 1.
-        repad: moves KV entries if rows emitted unequally: Python loops, or a fused op.
+    Outputs are in input order, and equal to ``autoregressive`` of every prompt. ``draft`` is a model with the same
+    vocabulary, or None for prompt lookup; ``limits`` say where requests end; ``num_draft_tokens`` is K, at least 1;
+    ``repad`` moves KV entries if rows emitted unequally: Python loops, or a fused op.
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)

@@ -46,11 +46,8 @@ def exspec(
 ) -> OracleRun:
     """Decode all prompts through a window; finished sequences leave at once, and others take their place.
 
-    Args:
-        target, draft, prompts, limits, num_draft_tokens: as in ``eqspec``, as are the outputs.
-        batch_size: B, the largest number of sequences in a step.
-        window_size: W >= B, the number of sequences that hold KV; None: 2 B.
-        repad: aligns a group of unequal lengths: Python loops, or a fused op.
+    ``batch_size`` is B, the largest number of sequences in a step; ``window_size`` W >= B, the number of sequences that
+    hold KV, None: 2 B. ``repad`` aligns a group of unequal lengths. The rest, outputs too, is as in ``eqspec``.
     """
     run = OracleRun()
     rows = make_rows(prompts, limits)
@@ -64,26 +61,26 @@ def exspec(
         while waiting and len(window) < (window_size or 2 * batch_size):
             window.append(waiting.popleft())
             with run.timer("prefill"):
-                for model, own in zip(models, stores, strict=True):
+                for model, store in zip(models, stores, strict=True):
                     model.load([])
                     prefill(model, window[-1:])
-                    own[window[-1]] = model.layers
+                    store[window[-1]] = model.layers
         group = choose_group(window, batch_size)
         padding = paddings(group)
         with run.timer("assemble"):
-            for model, own in zip(models, stores, strict=True):
-                model.load(_stack([own[row] for row in group]))
+            for model, store in zip(models, stores, strict=True):
+                model.load(_stack([store[row] for row in group]))
         with run.timer("realign"):
             longest = max(len(row.token_ids) for row in group)
             unaligned = [0] * len(group)
             moved = sum(model.realign(unaligned, padding, longest, repad) for model in models)
         accepted, emitted = speculative_step(group, target_rows, drafter, num_draft_tokens, run)
         with run.timer("assemble"):
-            for model, own in zip(models, stores, strict=True):
-                own.update(_split(model, group, padding))
+            for model, store in zip(models, stores, strict=True):
+                store.update(_split(model, group, padding))
                 for row in group:
                     if row.finished:
-                        del own[row]
+                        del store[row]
         window = [row for row in window if not row.finished]
         run.steps.append(StepRecord(accepted, emitted, moved, not any(padding), run.timer.lap()))
     run.outputs = [row.emitted_ids for row in rows]
@@ -121,8 +118,8 @@ def _stack(owned: list[list[DenseLayerKV]]) -> list[DenseLayerKV]:
 
 def _split(model: DenseModel, group: list[Row], padding: list[int]) -> OwnKV:
     """Return every sequence's own entries, without those of rejected tokens."""
-    own = {}
+    layers_of = {}
     for i, (row, start) in enumerate(zip(group, padding, strict=True)):
         stop = start + max(0, len(row.token_ids) - model.lag)
-        own[row] = [(k[i : i + 1, :, start:stop], v[i : i + 1, :, start:stop]) for k, v in model.layers]
-    return own
+        layers_of[row] = [(k[i : i + 1, :, start:stop], v[i : i + 1, :, start:stop]) for k, v in model.layers]
+    return layers_of

@@ -61,8 +61,8 @@ class StepRecord:
 class OracleRun:
     """Outputs in input order, and the statistics of every step.
 
-    ``timer`` has the stages prefill, draft, verify, accept, commit, realign, and for exspec assemble: stacking the
-    KV of a group's sequences before a step and splitting it afterwards.
+    ``timer`` has the stages prefill, draft, verify, accept, commit, realign, and for exspec assemble: stacking the KV
+    of a group's sequences before a step and splitting it afterwards.
     """
 
     outputs: list[list[int]] = field(default_factory=list)

@@ -176,7 +176,6 @@ def longest_prompt(num_positions: int, new_tokens: int) -> int:
 
 
 def _exactly(num_bytes: int) -> str:
-    """Show the number of bytes, and in a larger unit as well if there is one of it."""
     exact = f"{num_bytes} bytes"
     short = shown(num_bytes)
     return exact if short == exact else f"{exact} ({short})"

@@ -33,13 +33,10 @@ class CheckpointSizes(NamedTuple):
 
 
 def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
-    """Return the sizes of a checkpoint from its config, or of a loaded model.
+    """Return the sizes of a Hugging Face checkpoint from its config, or of a loaded model.
 
-    ``source`` is the name or folder of a Hugging Face causal model, or a loaded one. The weights will be loaded in
-    ``dtype``; None: the checkpoint's.
-
-    Raises:
-        ConfigError: the config cannot be read, names no dtype, or describes weights that are quantised.
+    The weights will be loaded in ``dtype``; None: the checkpoint's. Raises ConfigError if the config cannot be read,
+    names no dtype, or describes weights that are quantised.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
@@ -59,11 +56,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
 
 
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
-    """Return what an engine of these arguments needs at least: weights, KV entries, and the logits of a step.
-
-    Raises:
-        ConfigError: the sizes of a checkpoint are unknown.
-    """
+    """Return what an engine needs at least: weights, KV entries, a step's logits; ConfigError if sizes are unknown."""
     dtype: Any = config.dtype
     sizes = checkpoint_sizes(target, dtype)
     of_draft = None if draft is None else _draft_part(checkpoint_sizes(draft, dtype), 0)
@@ -121,7 +114,6 @@ def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
 
 
 def _ops_of(device: torch.device) -> Ops:
-    """Return the ops of a device; on the meta device, which has no numbers to compute, only their shapes."""
     if device.type != "meta":
         return resolve(device)
     return resolve(torch.device("cpu")).replaced(grouped_linear=_empty_products)

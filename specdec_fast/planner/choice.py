@@ -75,16 +75,12 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 
 
 def read_acceptance(source: str, most: int = MOST_DRAFT_TOKENS) -> list[float]:
-    """Return the acceptance of each position of a draft, as ``expected_tokens`` takes it.
+    """Return the acceptance of each of ``most`` positions of a draft, as ``expected_tokens`` takes it.
 
-    Args:
-        source: a probability, for all positions; or a JSON file: a report of ``bench.engine``, of whose rows the one
-            with the largest fixed K counts; statistics with ``num_drafts`` and ``accepted_per_position``; or an object
-            with ``acceptance``, a probability or one per position. The last position stands for those beyond.
-        most: number of positions.
-
-    Raises:
-        ConfigError: the file cannot be read, or is none of these.
+    ``source`` is a probability, for all positions; or a JSON file: a report of ``bench.engine``, of whose rows the one
+    with the largest fixed K counts; statistics with ``num_drafts`` and ``accepted_per_position``; or an object with
+    ``acceptance``, a probability or one per position. The last position stands for those beyond. Raises ConfigError if
+    the file cannot be read, or is none of these.
     """
     number = _number(source)
     if number is not None:

@@ -38,14 +38,13 @@ class HoldsMemory(Protocol):
 def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: int) -> EngineMemory:
     """Return the memory of an engine of loaded models; the target has the row padding with which it will run.
 
-    Raises:
-        DrafterError: the drafter's weights are no tensors, or it names a number of bytes that is none.
+    Raises DrafterError if the drafter's weights are no tensors, or it names a number of bytes that is none.
     """
-    own = storage_bytes(weights_of(target.model))
-    part = Part(sum(own.values()), target.layout.bytes_per_token, partial(_target_terms, target))
+    target_bytes = storage_bytes(weights_of(target.model))
+    part = Part(sum(target_bytes.values()), target.layout.bytes_per_token, partial(_target_terms, target))
     if drafter is None:
         return EngineMemory(part, None, page_size, target.program is None)
-    others = {address: size for address, size in _weights_of(drafter).items() if address not in own}
+    others = {address: size for address, size in _weights_of(drafter).items() if address not in target_bytes}
 
     def drafter_terms(setting: EngineSetting) -> dict[str, int]:
         counts = setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens

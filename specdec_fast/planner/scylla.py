@@ -26,8 +26,7 @@ class Fit(NamedTuple):
 def rows_at_balance(weight_bytes: float, flops_per_row: float, bandwidth: float, peak: float) -> float:
     """Return R*, at which reading ``weight_bytes`` takes as long as computing the rows.
 
-    A row takes two floating-point operations per parameter. ``bandwidth`` is in bytes per second, ``peak`` in
-    operations per second.
+    A row takes two floating-point operations per parameter. ``bandwidth`` is in bytes/s, ``peak`` in operations/s.
     """
     return (weight_bytes / bandwidth) / (flops_per_row / peak)
 
@@ -55,9 +54,8 @@ def fit_layers(num_layers: Sequence[float], accepted_tokens: Sequence[float]) ->
 def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray], np.ndarray]) -> Fit:
     """Fit ``y = slope * transform(x) + intercept`` by least squares.
 
-    Raises:
-        ConfigError: there are fewer than two different x, an x is not positive, or a number is not finite, or so large
-            that the fit is not.
+    Raises ConfigError if there are fewer than two different x, an x is not positive, or a number is not finite, or so
+    large that the fit is not.
     """
     xs = np.asarray(x, np.float64)
     ys = np.asarray(y, np.float64)
@@ -68,14 +66,13 @@ def fit(x: Sequence[float], y: Sequence[float], transform: Callable[[np.ndarray]
             f"y={list(y)}."
         )
     with np.errstate(all="ignore"):
-        found = _least_squares(transform(xs), ys)
-    if found is None or not np.isfinite(found).all():
+        fitted = _least_squares(transform(xs), ys)
+    if fitted is None or not np.isfinite(fitted).all():
         raise ConfigError(f"no line can be fitted to x={list(x)}, y={list(y)}; expected numbers of usual sizes.")
-    return found
+    return fitted
 
 
 def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:
-    """Fit ``y = slope * x + intercept``; None if numbers overflow."""
     if not np.isfinite(xs).all():
         return None
     matrix = np.stack([xs, np.ones_like(xs)], axis=1)
@@ -86,13 +83,9 @@ def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:
 
 
 def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:
-    """Fit the curves of a file, given as pairs.
+    """Fit the curves of a file: accepted tokens by ``"training_tokens"`` and ``"layers"``, K by ``"batch_sizes"``.
 
-    They are ``"training_tokens"`` and ``"layers"`` with accepted tokens, and ``"batch_sizes"`` with the best number of
-    draft tokens.
-
-    Raises:
-        ConfigError: another name, or something that is not pairs of numbers.
+    Raises ConfigError for another name, or something that is not pairs of numbers. K is the best one of the batch size.
     """
     curves = {"training_tokens": fit_training, "layers": fit_layers, "batch_sizes": fit_batch_sizes}
     if not isinstance(data, Mapping) or not data or not set(data) <= set(curves):

@@ -4,7 +4,8 @@ A Hugging Face forward has about sixty small operations per layer, each of which
 dispatch. For small models and few rows that is most of the time. So the model runs twice, on batches of different size,
 while a tracer records every operation on its rows (``record/tracer.py``, on ``record/tape.py``). If both recordings are
 the same instructions (``plan/ir.py``), these compute the model's forward for any batch. ``plan/memory.py`` gives their
-buffers memory, and an executor builds the program: ``cpp/executor.py`` or ``triton/executor.py``.
+buffers memory, and an executor builds the program: ``cpp/executor.py`` or ``triton/executor.py``. Wherever something is
+noticed that a program cannot express, a NotLowerableError is raised; PyTorch runs the model then.
 """
 
 from __future__ import annotations

@@ -81,16 +81,13 @@ def compile_forward(
 
     Args:
         model: in eval mode.
-        forward: runs the model: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
+        forward: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
         layout: of the model's KV cache.
         ops: the recorded runs use them.
         sliding: layers that must pass their window to attention.
-        tapped: collects the hidden states that are further outputs of the program; None: it has none. Without taps
-            the program is the same, except for the copies of the taps.
+        tapped: collects the hidden states that are further outputs of the program; None: it has none, and is the same
+            except for the copies of the taps.
         max_positions: the program will compute positions below it only; None: any.
-
-    Raises:
-        NotLowerableError: the model does something that a program cannot express.
     """
     hooked = hooked_class(model)
     if hooked is not None:
@@ -114,19 +111,15 @@ def compile_forward(
 
 @torch.inference_mode()
 def compile_rows(function: RowFunction, ops: Ops) -> Plan:
-    """Record a function of rows with the given ops, and plan its program.
-
-    Raises:
-        NotLowerableError: the function does something that a program cannot express.
-    """
+    """Record a function of rows with the given ops, and plan its program."""
     layout = function.layout
 
     def run(recorder: Recorder, pool: PagePool, batch: RaggedBatch, logit_rows: Tensor) -> tuple[Tensor, list[int]]:
         with recorder.paused():
             inputs = torch.ones(len(batch.token_ids), function.input_size, dtype=layout.dtype, device=layout.device)
         recorder.tape.bind_inputs(inputs)
-        own_ops = recording_ops(recorder, ops, pool, batch)
-        logits, hidden = function.run(own_ops, pool, batch, inputs, logit_rows)
+        recorded_ops = recording_ops(recorder, ops, pool, batch)
+        logits, hidden = function.run(recorded_ops, pool, batch, inputs, logit_rows)
         return logits, [] if hidden is None else [_tap(recorder.tape, hidden)]
 
     return _planned(run, layout, function.input_size, [])
@@ -137,10 +130,10 @@ def _planned(
 ) -> Plan:
     """Record twice, compare, plan; ``tensors`` are a model's parameters and buffers, in which changes are watched."""
     first, second = (_record(run, layout, counts, max_positions) for counts in _COUNTS)
-    own = {tensor.untyped_storage().data_ptr() for tensor in tensors} | (
+    watched = {tensor.untyped_storage().data_ptr() for tensor in tensors} | (
         _addresses(first.instructions) & _addresses(second.instructions)
     )
-    if (first.taps, _signature(first, own)) != (second.taps, _signature(second, own)):
+    if (first.taps, _signature(first, watched)) != (second.taps, _signature(second, watched)):
         raise NotLowerableError("two batches are not computed in the same way")
     tape = first.tape
     places, arena_bytes, scratch_bytes = placed(first.instructions, tape.buffers, first.logits, first.taps, tape.inputs)
@@ -204,7 +197,6 @@ def _constants(instruction: Instruction) -> list[Tensor]:
 
 
 def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
-    """Make a batch of several sequences, of which the last one may be shorter."""
     pool = PagePool(layout, (num_rows // _SPAN + 1) * _PAGE_SIZE, _PAGE_SIZE)
     starts = range(0, num_rows, _SPAN)
     for owner in starts:
@@ -213,27 +205,27 @@ def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
     return lay_out(pool, rows, torch.arange(num_rows, device=layout.device) % 2), pool  # any tokens will do
 
 
-def _signature(recorded: _Recorded, own: set[int]) -> list[tuple[Any, ...]]:
+def _signature(recorded: _Recorded, watched: set[int]) -> list[tuple[Any, ...]]:
     """Return what must be equal in every recording of a model; numbers as bits or text, because a NaN equals none."""
-    return [(type(instruction).__name__, *_comparable(instruction, own)) for instruction in recorded.instructions]
+    return [(type(instruction).__name__, *_comparable(instruction, watched)) for instruction in recorded.instructions]
 
 
-def _comparable(instruction: Instruction, own: set[int]) -> tuple[Any, ...]:
+def _comparable(instruction: Instruction, watched: set[int]) -> tuple[Any, ...]:
     if isinstance(instruction, RowOp):
-        operands = [_operand_key(operand, own) for operand in (*instruction.inputs, instruction.out)]
+        operands = [_operand_key(operand, watched) for operand in (*instruction.inputs, instruction.out)]
         return (instruction.code, instruction.shape, repr(instruction.scalar), instruction.by_position, operands)
     fields = vars(instruction).values()
-    return tuple(_constant_key(value, own) if isinstance(value, Tensor) else value for value in fields)
+    return tuple(_constant_key(value, watched) if isinstance(value, Tensor) else value for value in fields)
 
 
-def _operand_key(operand: Operand, own: set[int]) -> tuple[Any, ...]:
+def _operand_key(operand: Operand, watched: set[int]) -> tuple[Any, ...]:
     source = operand.source
-    key = _constant_key(source, own) if isinstance(source, Tensor) else (type(source).__name__, repr(source))
+    key = _constant_key(source, watched) if isinstance(source, Tensor) else (type(source).__name__, repr(source))
     return (key, operand.dtype, operand.offset, operand.strides, operand.length)
 
 
-def _constant_key(constant: Tensor, own: set[int]) -> tuple[Any, ...]:
-    if constant.untyped_storage().data_ptr() in own:
+def _constant_key(constant: Tensor, watched: set[int]) -> tuple[Any, ...]:
+    if constant.untyped_storage().data_ptr() in watched:
         return (constant.data_ptr(), constant.shape, constant.stride())
     numbers = constant.flatten().resolve_conj().resolve_neg().contiguous()
     return (constant.shape, constant.dtype, bytes(numbers.view(torch.uint8).cpu().numpy()))

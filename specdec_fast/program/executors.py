@@ -40,7 +40,7 @@ class Projection(NamedTuple):
 
 
 class TreeRules(NamedTuple):
-    """The trees that a drafting loop grows, one per sequence; see ``drafters/shared/dynamic_tree.py``."""
+    """The trees that a drafting loop grows, one per sequence; see ``trees/growing.py``."""
 
     depths: list[int]  # the largest depth of each, at least 1
     num_nodes: list[int]  # the largest number of nodes of each, at least 1
@@ -52,10 +52,7 @@ class TreeRules(NamedTuple):
 
 
 class DraftedTrees(NamedTuple):
-    """The nodes of trees, tree after tree: token ids int64, parents int32 and scores fp32 as in ``Draft``.
-
-    Each tensor is ``[sum(counts)]``.
-    """
+    """The nodes of trees: token ids int64, parents int32 and scores fp32 as in ``Draft``, each ``[sum(counts)]``."""
 
     token_ids: Tensor
     parents: Tensor
@@ -118,14 +115,10 @@ class DeviceProgram(Protocol):
         hidden_states: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Compute one batch, as ``HFModel.forward`` does.
+        """Compute one batch of ``T`` rows, as ``HFModel.forward`` does, on a pool of the program's layout.
 
-        Args:
-            batch: ``T`` rows.
-            pool: of the layout for which the program was made.
-            logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
-            hidden_states: ``[T, taps, H]``, into which the program writes the taps of its plan; None: not wanted.
-            inputs: ``[T, input_size]``, what the rows take besides their tokens; None if they take nothing.
+        Args as in ``cpp.executor.Program.__call__``: ``logit_rows [R]``, ``hidden_states [T, taps, H]`` and ``inputs
+        [T, input_size]``, or None.
         """
 
 
@@ -161,8 +154,7 @@ def executor_for(ops: Ops, device: torch.device) -> tuple[Executor | None, str |
 
     An executor computes ops itself, or lets the engine's ops compute rows of any number, so the engine must have chosen
     the executor's backend for these ops: otherwise a program would have other bits than the chosen ops. Ops that a plan
-    does not use may have any backend, or none. The function raises a NotLowerableError if an op of the plan has
-    another.
+    does not use may have any backend, or none; for an op of the plan the function raises a NotLowerableError.
     """
     backends = [backend for backend, (device_type, _) in EXECUTORS.items() if device_type == device.type]
     for backend in backends:

@@ -43,12 +43,8 @@ def is_one_chat(prompts: Any) -> bool:
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Return copies of messages whose contents are strings, or None for an assistant's.
 
-    Args:
-        messages: mappings with ``role`` and ``content`` (a string, or text parts, which are joined by newlines).
-
-    Raises:
-        InvalidPromptError: a message is wrong.
-
+    A message has ``role`` and ``content`` (a string, or text parts, which are joined by newlines). Raises
+    InvalidPromptError if one is wrong.
     """
     return [_message(index, message) for index, message in enumerate(messages)]
 
@@ -67,20 +63,13 @@ def renders_apart(tokenizer: Any, options: PromptOptions) -> bool:
 def apply_chat_template(
     tokenizer: Any, messages: list[dict[str, Any]], options: PromptOptions, *, tokenize: bool
 ) -> Any:
-    """Return what the tokenizer's ``apply_chat_template`` makes of messages: a text, or token ids.
-
-    Args:
-        tokenizer: the target's, if known.
-        messages: as ``checked_messages`` returns them.
-        options: the template, its variables, and how the prompt ends.
-        tokenize: whether to return token ids.
+    """Return what the tokenizer's ``apply_chat_template`` makes of ``checked_messages``: a text, or (``tokenize``) ids.
 
     Raises:
         InvalidPromptError: a message holds a character that the tokenizer cannot encode.
         MissingTokenizerError: no tokenizer is known.
         MissingChatTemplateError: the tokenizer has no chat template.
         ChatTemplateError: the template fails or takes too long.
-
     """
     if tokenizer is None:
         raise MissingTokenizerError(
@@ -164,11 +153,8 @@ def lacks_chat_template(tokenizer: Any, chat_template: str | None = None) -> boo
 def _message(index: int, message: Any) -> dict[str, Any]:
     """Return a copy of a message whose content is a string, without fields that are None.
 
-    Recent versions of transformers leave these fields out themselves.
-
-    Raises:
-        InvalidPromptError: the message has no role, or no content that a template of texts can write.
-
+    Recent versions of transformers leave these fields out themselves. Raises InvalidPromptError if the message has no
+    role, or no content that a template of texts can write.
     """
     if not isinstance(message, Mapping):
         raise InvalidPromptError(f"message {index} is a {type(message).__name__}; {_EXPECTED}.")

@@ -31,16 +31,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @contextmanager
 def tokenizer_failures(kind: type[RequestError], what: str) -> Iterator[None]:
-    """Turn every failure of a tokenizer into an error of the one request for which it was called.
-
-    Args:
-        kind: class of that error.
-        what: beginning of its message.
-
-    Raises:
-        RequestError: an error of class ``kind``.
-
-    """
+    """Turn every failure of a tokenizer into a RequestError of class ``kind``, whose message begins with ``what``."""
     try:
         yield
     except BaseException as error:
@@ -71,12 +62,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 def load_tokenizer(name: str | None) -> Any | None:
-    """Load the tokenizer in a model's folder; None if there is none, as for a model built in memory.
-
-    Raises:
-        ConfigError: the tokenizer needs code of its own, which this library does not run without permission.
-
-    """
+    """Load the tokenizer in a model's folder; None if there is none. Raises ConfigError if it needs code of its own."""
     if not name:
         return None
     try:
@@ -96,12 +82,7 @@ def load_tokenizer(name: str | None) -> Any | None:
 
 
 def expect_tokenizer(tokenizer: Any) -> None:
-    """Refuse an object that cannot decode. A tokenizer that only decodes suffices for prompts of token ids.
-
-    Raises:
-        ConfigError: the object is not None, and has no ``decode``.
-
-    """
+    """Raise ConfigError for an object other than None without ``decode``, which suffices for prompts of token ids."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
             f"tokenizer is a {type(tokenizer).__name__}; expected a loaded tokenizer (AutoTokenizer.from_pretrained), "
@@ -112,9 +93,7 @@ def expect_tokenizer(tokenizer: Any) -> None:
 def same_vocabulary(first: Any, second: Any) -> bool | None:
     """Return whether two tokenizers have the same words for the same ids, without special and added tokens.
 
-    Returns:
-        None if one of them does not list its words; an object of the caller's own need not.
-
+    None if one of them does not list its words; an object of the caller's own need not.
     """
     words = [_words(first), _words(second)]
     return None if None in words else words[0] == words[1]
@@ -136,13 +115,10 @@ class Detokenizer:
     ones are decoded again, so a long text costs no more per token than a short one.
 
     If ``decode`` raises, no more text is certain until the last token, because ``decode`` may succeed on all tokens.
-
-    Attributes:
-        error: the error of the tokenizer, if the text is incomplete because of it; None otherwise.
-
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        # the error of the tokenizer, if the text is incomplete because of it; None otherwise
         self.error: DetokenizationError | None = None
         self._tokenizer = tokenizer
         self._rule = rule_of(tokenizer)

@@ -37,8 +37,8 @@ class PromptOptions:
     Attributes:
         add_special_tokens: whether the tokenizer adds its special tokens, such as BOS. None: it adds them to a text
             that does not begin with the text of its BOS token; a text that does came from a chat template, which wrote
-            every special token. It adds none to messages, because the template writes them; True adds them to
-            what the template wrote.
+            every special token. It adds none to messages, because the template writes them; True adds them to what the
+            template wrote.
         chat_template: a Jinja template for messages (or the name of one of the tokenizer's); None: the tokenizer's own.
         chat_template_kwargs: variables for the template, such as ``{"enable_thinking": False}``.
         add_generation_prompt: end messages with what opens the assistant's answer. None: unless
@@ -48,7 +48,6 @@ class PromptOptions:
 
     Raises:
         ConfigError: a value has the wrong type, or two contradict each other.
-
     """
 
     add_special_tokens: bool | None = None
@@ -91,7 +90,6 @@ class PromptOptions:
 
         Raises:
             ConfigError: a keyword is unknown; the message lists the known ones.
-
         """
         for name in keywords:
             if name not in PROMPT_KEYWORDS:
@@ -104,13 +102,7 @@ _REQUEST_KEYWORDS = {parameter.name for parameter in fields(SamplingParams)}
 
 
 def unknown_keyword(name: str, known: Sequence[str]) -> ConfigError:
-    """Return the error of a keyword that a call does not have: where it belongs, or what is like it and the known ones.
-
-    Args:
-        name: of the keyword.
-        known: names of those that the call has.
-
-    """
+    """Return the error of a keyword that a call does not have: where it belongs, or similar and known ones."""
     if name in _REQUEST_KEYWORDS:
         return ConfigError(f"{name!r} belongs to a request; pass params=SamplingParams({name}=...).")
     close = difflib.get_close_matches(name, known, n=1)

@@ -31,7 +31,6 @@ def as_prompt_list(prompts: Any) -> list[Any]:
 
     Raises:
         ConfigError: ``prompts`` is none of these, or a padded tensor without its attention mask.
-
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -63,7 +62,6 @@ def _is_vector(value: Any) -> bool:
 
 
 def _unpadded(encoding: Mapping[str, Any]) -> list[Any]:
-    """Return the prompts of a tokenizer's result (a ``BatchEncoding``) without their padding."""
     if not is_tokenized(encoding):
         hint = "put the message into a list" if "role" in encoding else "expected a list, or input_ids"
         raise ConfigError(f"prompts is a mapping of {', '.join(map(repr, encoding))}; {hint}.")
@@ -94,12 +92,7 @@ def _without_padding(index: int, ids: Any, mask: Any) -> list[Any]:
 
 
 def as_list(value: Any) -> Any:
-    """Return a tensor or an array as nested lists, and any other value unchanged.
-
-    Raises:
-        ConfigError: it holds no values, like a tensor on the meta device.
-
-    """
+    """Return a tensor or an array as nested lists, other values unchanged. Raises ConfigError on the meta device."""
     try:
         return value.tolist() if hasattr(value, "tolist") else value
     except Exception as error:
@@ -112,17 +105,10 @@ def encode_prompt(
     options: PromptOptions,
     expect_text: Callable[[str], None],
 ) -> list[int]:
-    """Return the token ids of one prompt.
+    """Return the token ids of one prompt: a string, ids, a list of messages, or a tokenizer's result for one prompt.
 
-    Args:
-        tokenizer: the target's, if known.
-        prompt: a string, token ids, a list of messages, or a tokenizer's result for one prompt.
-        options: of the call; token ids ignore them.
-        expect_text: called with a text before it is encoded, which may take seconds; may raise.
-
-    Raises:
-        RequestError: a subclass says why the prompt has no token ids.
-
+    ``expect_text`` is called with a text before it is encoded, which may take seconds; it may raise. Raises a subclass
+    of RequestError that says why the prompt has no token ids.
     """
     if isinstance(prompt, str):
         expect_text(prompt)
@@ -167,7 +153,6 @@ def _encode_text(
 
 
 def _only_row(encoding: Mapping[str, Any]) -> Any:
-    """Return the token ids of a tokenizer's result for one prompt, without padding."""
     if not is_tokenized(encoding):
         raise InvalidPromptError(
             f"the prompt is a mapping of {', '.join(map(repr, encoding))}; expected a list of messages, such as "

@@ -31,7 +31,6 @@ class Sequence:
         request_id: the number that ``EngineCore.add`` gave it; 0 before.
         resident_since: when it first got KV pages, on the clock of ``time.monotonic``; None before.
         num_preemptions: how often it gave them up for other sequences.
-
     """
 
     index: int
@@ -99,7 +98,6 @@ class Sequence:
 
         Returns:
             The tokens committed.
-
         """
         tokens, reason = cut_emission(emission, self.stop_ids, self.num_remaining)
         if self.stop_strings is not None:

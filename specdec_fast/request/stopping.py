@@ -23,8 +23,8 @@ def cut_emission(
 
     Returns:
         The tokens to commit, and ``"stop"``, ``"length"``, or None if the sequence continues. A stop id that is the
-        last allowed token counts as ``"stop"``, as in transformers.
-
+        last
+        allowed token counts as ``"stop"``, as in transformers.
     """
     for i, token in enumerate(tokens[:max_tokens]):
         if token in stop_ids:
@@ -35,7 +35,7 @@ def cut_emission(
 
 
 class StopStrings:
-    """The emitted text of one request that has stop strings, and the search for them.
+    """The emitted text of one request that has stop strings (at least one, none empty), and the search for them.
 
     The longest end of the text that begins a stop string is held back; the text before it is released. So a match can
     only begin in the text that is held back. Every character is read once, whatever the number of stop strings.
@@ -43,11 +43,6 @@ class StopStrings:
     Tokens are added one at a time even if a step emits several. So the token that completes a stop string depends on
     the tokens alone, not on how many a step emitted. It is the first token with which the text, if it ended there,
     would contain a stop string. A character whose bytes are incomplete counts only when the text has ended.
-
-    Args:
-        detokenizer: a new detokenizer, for this request only.
-        stop: the stop strings: at least one, and none empty.
-
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
@@ -65,17 +60,10 @@ class StopStrings:
         return self._detokenizer.error
 
     def cut(self, tokens: list[int], reason: FinishReason | None) -> tuple[list[int], FinishReason | None]:
-        """Cut one step's tokens after the first that completes a stop string.
+        """Cut the tokens that ``cut_emission`` returned with ``reason`` after the first that completes a stop string.
 
-        Args:
-            tokens: the tokens that ``cut_emission`` returned.
-            reason: the reason that ``cut_emission`` returned. It applies to the last token, so a stop string takes
-                precedence.
-
-        Returns:
-            The tokens to commit, and ``"stop"`` if a stop string is complete, ``"error"`` if there is an ``error``,
-            else ``reason``.
-
+        Returns the tokens to commit, and ``"stop"`` if a stop string is complete, ``"error"`` if there is an ``error``,
+        else ``reason``, which applies to the last token.
         """
         for i, token in enumerate(tokens, start=1):
             if self._add(token, last=reason is not None and i == len(tokens)):
@@ -92,7 +80,6 @@ class StopStrings:
         return "".join(self._released.popleft() for _ in range(len(self._released)))
 
     def _add(self, token: int, last: bool) -> bool:
-        """Add one token; return whether the text now contains a stop string."""
         certain = self._detokenizer.add([token])
         rest = self._detokenizer.rest()
         text = self._held + certain

@@ -7,23 +7,16 @@ from functools import lru_cache
 
 
 class StringSearch:
-    """An automaton whose state says how much of which string the text ends with.
+    """An automaton whose state says how much of which string (at least one, none empty) the text ends with.
 
     A state is the longest end of the text that begins one of the strings. State 0 is the empty end. So a character
     costs the same whatever the number of strings. A search never changes and may be shared by requests.
-
-    Args:
-        strings: at least one, and none empty.
-
-    Attributes:
-        depths: by state, the number of characters of that end.
-
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         # One dictionary for all edges, and arrays: a dictionary per state would take ten times the memory.
         self._edges: dict[tuple[int, str], int] = {}
-        self.depths = array("l", [0])
+        self.depths = array("l", [0])  # by state, the number of characters of that end
         # By state, the state of the longest end that is shorter, and the length of the longest string at the end.
         self._shorter = array("l", [0])
         self._matches = array("l", [0])
@@ -32,16 +25,10 @@ class StringSearch:
         self._link()
 
     def advance(self, state: int, text: str) -> tuple[int, int | None]:
-        """Read more text.
+        """Read the text that follows ``state``; return the state after it, and where the first match in it begins.
 
-        Args:
-            state: of the text before.
-            text: that follows.
-
-        Returns:
-            The state after it, and where the string begins that begins first among those that end in ``text``: an
-            index into ``text``, negative if it begins before it; None if no string ends in ``text``.
-
+        Of several strings that end in ``text``, that which begins first counts. Its index is negative if it begins
+        before ``text``, None if there is none.
         """
         begin: int | None = None
         for index, character in enumerate(text):

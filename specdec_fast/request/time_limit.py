@@ -21,8 +21,6 @@ class _TimeIsUpError(BaseException):
 
 
 class _Run:
-    """One call of a function, in the thread that made this object."""
-
     def __init__(self, seconds: float) -> None:
         self.deadline = monotonic() + seconds
         self._thread_id = get_ident()
@@ -46,8 +44,6 @@ class _Run:
 
 
 class _Watchdog:
-    """A thread that interrupts the calls that take too long; it starts with the first call."""
-
     def __init__(self) -> None:
         self.forget_thread()
 
@@ -89,18 +85,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_within(seconds: float, function: Callable[[], _Result]) -> _Result:
-    """Call a function in this thread, and end it with an exception if it takes too long.
+    """Call a function in this thread; raise TimeoutError inside of it if it takes longer than ``seconds``.
 
-    The exception comes between two bytecodes of Python, so a single long operation in C or Rust is not interrupted.
-    It never comes after this call has returned: nothing else that the thread does is interrupted.
-
-    Args:
-        seconds: that the function may take.
-        function: may be interrupted anywhere; should leave nothing half done that others see.
-
-    Raises:
-        TimeoutError: it has taken longer.
-
+    The exception comes between two bytecodes of Python, so a single long operation in C or Rust is not interrupted. It
+    never comes after this call has returned: nothing else that the thread does is interrupted. The function may be
+    interrupted anywhere, and should leave nothing half done that others see.
     """
     run = _Run(seconds)
     try:

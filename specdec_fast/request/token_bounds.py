@@ -21,18 +21,11 @@ _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}  # of byte fallback
 
 @dataclass(frozen=True)
 class _Bound:
-    """How many characters of a text one token stands for, at most.
+    """How many characters of a text one token stands for, at most."""
 
-    Attributes:
-        characters: after normalisation.
-        composes: whether normalisation may make fewer characters of a text that is not ASCII.
-        strips: whether some token also swallows any number of spaces around it.
-
-    """
-
-    characters: int
-    composes: bool
-    strips: bool
+    characters: int  # after normalisation
+    composes: bool  # whether normalisation may make fewer characters of a text that is not ASCII
+    strips: bool  # whether some token also swallows any number of spaces around it
 
 
 _KNOWN: WeakKeyDictionary[Any, tuple[int, _Bound | None]] = WeakKeyDictionary()
@@ -104,7 +97,6 @@ def _keeps_length(step: dict[str, Any]) -> bool:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Return whether a step that splits a text removes nothing of it."""
     return step["type"] in _PRE_TOKENIZERS and step.get("behavior") != "Removed"
 
 

@@ -20,22 +20,15 @@ _JOINS = {"Fuse", "ByteLevel"}  # steps that join all tokens to one text
 
 @dataclass(frozen=True)
 class DecodingRule:
-    """The part of a text that a tokenizer's ``decode`` may change when tokens are added.
+    """The part of a text that a tokenizer's ``decode`` may change when tokens are added."""
 
-    Attributes:
-        waits: whether the tokenizer is unknown, so that the whole text may change until the last token.
-        byte_ids: ids of single bytes. A run of them is decoded together, so one more byte may change the whole run
-            (``ByteFallback``).
-        special_ids: ids that have no text.
-        backend: the ``tokenizers.Tokenizer`` if one decodes; it ignores ids that it does not know.
-        cleans: whether spaces before punctuation are removed from the text (``clean_up_tokenization_spaces``).
-
-    """
-
-    waits: bool = False
+    waits: bool = False  # whether the tokenizer is unknown, so that the whole text may change until the last token
+    # ids of single bytes. A run of them is decoded together, so one more byte may change the whole run
+    # (``ByteFallback``).
     byte_ids: frozenset[int] = frozenset()
-    special_ids: frozenset[int] = frozenset()
-    backend: Any = None
+    special_ids: frozenset[int] = frozenset()  # ids that have no text
+    backend: Any = None  # the ``tokenizers.Tokenizer`` if one decodes; it ignores ids that it does not know
+    # whether spaces before punctuation are removed from the text (``clean_up_tokenization_spaces``)
     cleans: bool = False
 
     def visible(self, token_ids: list[int]) -> list[int]:
@@ -52,9 +45,8 @@ _KNOWN: WeakKeyDictionary[Any, tuple[int, DecodingRule]] = WeakKeyDictionary()
 def rule_of(tokenizer: Any) -> DecodingRule:
     """Return the rule of a tokenizer.
 
-    A tokenizer that is not of transformers is assumed to only append text when tokens are added, except after the bytes
-    of an incomplete character. A tokenizer of transformers waits if it is written in Python, or if its decoder is not
-    listed here.
+    One that is not of transformers is assumed to only append text when tokens are added, except after the bytes of an
+    incomplete character. One of transformers waits if it is written in Python, or if its decoder is not listed here.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return DecodingRule(waits=isinstance(tokenizer, PreTrainedTokenizer))

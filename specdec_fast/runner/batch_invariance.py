@@ -40,15 +40,7 @@ _NUM_OTHERS = 3  # such sequences
 
 
 def make_deterministic(model: RaggedModel) -> None:
-    """Find the cheapest RowPadding with which each row's bits depend on its own sequence alone, and set it.
-
-    Args:
-        model: the model whose ``row_padding`` is set.
-
-    Raises:
-        DeterminismError: no padding makes the model batch-invariant on this machine.
-
-    """
+    """Set the cheapest RowPadding with which a row's bits depend on its sequence alone, or raise DeterminismError."""
     for row_padding in _candidates(model):
         if _reproduces(model, row_padding):
             model.row_padding = row_padding
@@ -88,13 +80,13 @@ def _why_mixing(model: RaggedModel) -> str | None:
     counts = sizes_of_rows(model.model, most=min(_TEXT, model.max_positions or _TEXT))
     if counts is None:
         return "nearly every number of rows that could be tried divides one of its sizes"
-    found = None
+    mixing = None
     for model.hf.linears.sees_all in (False, True):
-        found = _mixing(model, *counts)
-        if found is None:
+        mixing = _mixing(model, *counts)
+        if mixing is None:
             return None
     model.hf.linears.sees_all = False
-    return found
+    return mixing
 
 
 def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
@@ -112,8 +104,7 @@ def _mixing(model: RaggedModel, num_rows: int, num_logits: int) -> str | None:
 def _reproduces(model: RaggedModel, row_padding: RowPadding) -> bool:
     """Return whether the whole model gives one text the same logits in every way of computing it.
 
-    One row at a time, all ways are the same forwards of one row, and slow: a short text, repeated once, shows a model
-    that is never the same.
+    One row at a time, all ways are the same slow forwards, so a short text, computed twice, suffices.
     """
     text = _OTHER if row_padding.one_by_one else _TEXT
     length, other = (min(n, model.max_positions or n) for n in (text, _OTHER))
@@ -146,14 +137,14 @@ def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[list[Row
     for number, owner in enumerate(sorted(owners, key=str, reverse=True)):  # the text is number 0 in every way
         pool.add(owner)
         owners[owner] = number
-    found = []
+    of_text = []
     for spans in forwards:
         ids = [_tokens(owners[owner], model.vocab_size)[start : start + count] for owner, start, count in spans]
         token_ids = torch.cat(ids).to(model.layout.device)
         logits = model.forward(lay_out(pool, spans, token_ids), pool)
         pieces = logits.split([count for _, _, count in spans])
-        found += [piece for piece, (owner, _, _) in zip(pieces, spans, strict=True) if owner == "text"]
-    return torch.cat(found)
+        of_text += [piece for piece, (owner, _, _) in zip(pieces, spans, strict=True) if owner == "text"]
+    return torch.cat(of_text)
 
 
 def _tokens(seed: int, vocab_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import ForwardProgram, TokenChoice
 from specdec_fast.runner.eager import EagerRunner
-from specdec_fast.runner.verification import Outcome, Verification, owners
+from specdec_fast.runner.verification import Outcome, StepPlan, Verification, owners
 
 
 class CppRunner(EagerRunner):
@@ -27,27 +27,18 @@ class CppRunner(EagerRunner):
         super().__init__(*eager)
         self._program = program
 
-    def verify(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        draft_tokens: Tensor,
-        num_draft_tokens: list[int],
-        parents: Tensor | None,
-        hidden_states: Tensor | None,
-    ) -> Verification:
+    def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
         """Verify in one call; see ``EagerRunner.verify``."""
-        sequences = owners(rows)
         before = self._program.seconds
-        sampling = sampling_of(sequences, draft_tokens.device)
-        last = [sequence.token_ids[-1] for sequence in sequences]
-        spans = pool.spans(rows)
-        if parents is not None:
-            spans = spans._replace(parents=parents)
-        logits, emissions, paths, seconds = self._program.verify(spans, last, draft_tokens, sampling, hidden_states)
-        counts = [row.count for row in rows]
+        spans = pool.spans(plan.rows)
+        if plan.parents is not None:
+            spans = spans._replace(parents=plan.parents)
+        logits, emissions, paths, accept_seconds = self._program.verify(
+            spans, plan.last_tokens, plan.draft_tokens, plan.sampling(), plan.hidden_states
+        )
         forward_seconds = self._program.seconds - before
-        return Verification(counts, logits, Outcome(emissions, paths), forward_seconds, seconds, hidden_states)
+        outcome = Outcome(emissions, paths)
+        return Verification(plan.counts, logits, outcome, forward_seconds, accept_seconds, plan.hidden_states)
 
     def draft(
         self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int

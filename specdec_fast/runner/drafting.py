@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,63 @@ from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.graphs.sides import Choices
+from specdec_fast.runner.graphs.phases import Choices
+from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
 
 
-def greedy_tokens(ops: Ops, logits: Tensor, vocab_size: int) -> Tensor:
-    """Return the id below ``vocab_size`` with the largest logit of each row, ``[N]`` int64; 0 for a row with a NaN."""
-    return chosen_tokens(ops, logits, vocab_size, None)
+# What a forward of ``draft_chains`` returns: logits ``[N, V]``, and the tokens and carried states of the same rows.
+_Computed = tuple[Tensor, Tensor, Tensor | None]
 
 
 def draft_chains(
+    sequences: list[Sequence],
+    num_draft_tokens: list[int],
+    tokens: Tensor,
+    carried: Tensor | None,
+    batches: Callable[[list[int], int, int], Iterable[Any]],
+    forward: Callable[[Any, Tensor, Tensor | None], _Computed],
+    choose: Callable[[Tensor, Tensor, Sampling | None], Tensor],
+) -> Tensor:
+    """Draft chains: each forward chooses one more token of every sequence that still drafts.
+
+    Args:
+        sequences: ``B`` sequences.
+        num_draft_tokens: number of tokens to draft per sequence, at least 1.
+        tokens: int64 on the device: what the first forward takes.
+        carried: what the first forward takes besides; None: nothing.
+        batches: returns what ``forward`` takes first, for several forwards, given the indices of their sequences, the
+            number of forwards before, and their own number.
+        forward: computes logits from tokens and carried states, those of the forward before.
+        choose: returns each row's token ``[N]`` of logits ``[N, V]``, the rows' own tokens, and how each is chosen.
+
+    Returns:
+        ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
+    """
+    device = tokens.device
+    drafted: list[Tensor] = []
+    before = list(range(len(sequences)))  # the sequences of the last forward
+    for num_forwards, members in _stages(num_draft_tokens):
+        # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
+        sampling = sampling_of([sequences[i] for i in members], device, ahead=len(drafted))
+        if members != before:
+            kept = to_device([before.index(i) for i in members], device)
+            tokens = tokens[kept]
+            carried = None if carried is None else carried[kept]
+        for batch in batches(members, len(drafted), num_forwards):
+            logits, tokens, carried = forward(batch, tokens, carried)
+            tokens = choose(logits, tokens, sampling)
+            sampling = sampling and after(sampling, tokens)
+            drafted.append(tokens)
+        before = members
+    if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
+        return torch.stack(drafted, dim=1).flatten()
+    return torch.cat(drafted)[to_device(_by_sequence(num_draft_tokens), device)]
+
+
+def draft_on_pages(
     pool: PagePool,
     first: list[Rows],
     tokens: Tensor,
@@ -37,48 +82,37 @@ def draft_chains(
     forward: Callable[[RaggedBatch, Any, Tensor | None], tuple[Tensor, Any]],
     choose: Callable[[Tensor, Tensor, Sampling | None], Tensor],
 ) -> Tensor:
-    """Draft chains: one forward over the first rows, then one more row per sequence and further token.
+    """Draft chains by forwards that write KV entries: the first one over given rows, then one more row per sequence.
 
     Args:
         pool: pages of the rows.
         first: the rows of the first forward, one span per sequence.
         tokens: ``[T]`` int64 on the device, the tokens of those rows.
         carried: ``[T, ...]``, what those rows take besides their tokens; None: nothing.
-        num_draft_tokens: number of tokens to draft per sequence, at least 1.
+        num_draft_tokens: as for ``draft_chains``.
         forward: computes a batch with what its rows carry. Returns the logits of the rows whose indices are given
             (None: all), and what the rows that follow carry.
-        choose: returns each row's token ``[N]`` of logits ``[N, V]``, the rows' own tokens, and how each is chosen.
+        choose: as for ``draft_chains``.
 
     Returns:
         ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
-
     """
-    device = tokens.device
-    drafted: list[Tensor] = []
-    before: list[int] = []  # the sequences of the last forward
-    for num_forwards, members in stages(num_draft_tokens):
-        # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
-        sampling = sampling_of([first[i].owner for i in members], device, ahead=len(drafted))  # type: ignore[misc]
+
+    def batches(members: list[int], num_before: int, num_forwards: int) -> list[partial[RaggedBatch]]:
         rows = first
-        if drafted:
-            rows = [Rows(first[i].owner, first[i].start + first[i].count - 1 + len(drafted), 1) for i in members]
-            kept = to_device([before.index(i) for i in members], device)
-            tokens = tokens[kept]
-            carried = None if carried is None else carried[kept]
-        for batch_of in decode_batches(pool, rows, num_forwards):
-            batch = batch_of(token_ids=tokens)
-            last = batch.last_rows if batch.most_rows > 1 else None
-            logits, carried = forward(batch, carried, last)
-            if last is not None:
-                tokens = tokens[last]
-                carried = None if carried is None else carried[last]
-            tokens = choose(logits, tokens, sampling)
-            sampling = sampling and after(sampling, tokens)
-            drafted.append(tokens)
-        before = members
-    if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
-        return torch.stack(drafted, dim=1).flatten()
-    return torch.cat(drafted)[to_device(by_sequence(num_draft_tokens), device)]
+        if num_before:
+            rows = [Rows(first[i].owner, first[i].start + first[i].count - 1 + num_before, 1) for i in members]
+        return decode_batches(pool, rows, num_forwards)
+
+    def step(batch_of: partial[RaggedBatch], tokens: Tensor, carried: Tensor | None) -> _Computed:
+        batch = batch_of(token_ids=tokens)
+        last = batch.last_rows if batch.most_rows > 1 else None
+        logits, carried = forward(batch, carried, last)
+        if last is None:
+            return logits, tokens, carried
+        return logits, tokens[last], None if carried is None else carried[last]
+
+    return draft_chains(owners(first), num_draft_tokens, tokens, carried, batches, step, choose)
 
 
 def chosen_tokens(
@@ -86,29 +120,34 @@ def chosen_tokens(
     logits: Tensor,
     vocab_size: int,
     sampling: Sampling | None,
-    fed: Tensor | None = None,
-    one_each: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    target_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's token ``[N]``; every row is the only one of its sequence.
+    """Return each row's token ``[N]``; of a row with a NaN, which has none, any id.
 
     Args:
         ops: choose tokens.
         logits: ``[N, V]``.
         vocab_size: ids below it may be chosen.
-        sampling: how each row chooses; None: greedily.
-        fed: ``[N]`` int64, what each row was fed. Only repetition penalties read it; None: there are none.
-        one_each: ``[N + 1]`` int32, 0 to N; None: it is made here.
-
+        sampling: how each sequence chooses; None: greedily.
+        token_ids: ``[N]`` int64, the token of each row. Only repetition penalties read it; None: there are none.
+        cu_seqlens: ``[B + 1]`` int32, the first row of each sequence, and their number; None: each row is one's only.
+        target_ids: ``[V]`` int64, the target's id of each id of the logits, returned in its place; None: the same.
     """
+    if target_ids is not None:
+        if sampling is None:
+            return target_ids[chosen_tokens(ops, logits, logits.shape[1], None, token_ids, cu_seqlens)]
+        logits = widened(logits, target_ids, vocab_size)
     if vocab_size < logits.shape[1]:
         logits = logits[:, :vocab_size]
     if sampling is None and logits.shape[1] < _LARGE_VOCABULARY:
         return logits.argmax(dim=-1)
-    if fed is None:
-        fed = logits.new_zeros(len(logits), dtype=torch.int64)
-    if one_each is None:  # not cached: a cached tensor might be freed before a graph that reads it is replayed
-        one_each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-    tokens = (ops.unchecked or ops).verify_chain(logits, fed, one_each, sampling)[0]
+    if token_ids is None:
+        token_ids = logits.new_zeros(len(logits), dtype=torch.int64)
+    if cu_seqlens is None:  # not cached: a cached tensor might be freed before a graph that reads it is replayed
+        cu_seqlens = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+    tokens = (ops.unchecked or ops).verify_chain(logits, token_ids, cu_seqlens, sampling)[0]
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
 
 
@@ -127,7 +166,6 @@ def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
 
     Returns:
         ``[N, vocab_size]``; minus infinity where the drafter has no such id.
-
     """
     wide = logits.new_full((len(logits), vocab_size), float("-inf"))
     wide[:, target_ids] = logits
@@ -142,9 +180,8 @@ def laid_out_loop(
     Returns:
         The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence has a
         repetition penalty, for which there are no graphs.
-
     """
-    sequences: list[Sequence] = [row.owner for row in rows]  # type: ignore[misc]
+    sequences = owners(rows)
     if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
         return None
     layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
@@ -156,11 +193,11 @@ def first_tokens(chosen: Tensor, num_draft_tokens: list[int]) -> Tensor:
     num_forwards = chosen.shape[1]
     if num_forwards == min(num_draft_tokens):
         return chosen.flatten()
-    own = [i * num_forwards + j for i, count in enumerate(num_draft_tokens) for j in range(count)]
-    return chosen.flatten()[to_device(own, chosen.device)]
+    places = [i * num_forwards + j for i, count in enumerate(num_draft_tokens) for j in range(count)]
+    return chosen.flatten()[to_device(places, chosen.device)]
 
 
-def stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
+def _stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
     """Yield (number of forwards, members): successive forwards in which the same sequences draft."""
     start = 0
     for stop in sorted(set(num_draft_tokens)):
@@ -168,7 +205,7 @@ def stages(num_draft_tokens: list[int]) -> Iterator[tuple[int, list[int]]]:
         start = stop
 
 
-def by_sequence(num_draft_tokens: list[int]) -> list[int]:
+def _by_sequence(num_draft_tokens: list[int]) -> list[int]:
     """Return the places that bring the tokens of one forward after the other into the order of the sequences."""
     places: list[list[int]] = [[] for _ in num_draft_tokens]
     place = 0
@@ -177,4 +214,4 @@ def by_sequence(num_draft_tokens: list[int]) -> list[int]:
             if count > forward:
                 places[i].append(place)
                 place += 1
-    return [place for own in places for place in own]
+    return [place for of_sequence in places for place in of_sequence]

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling, sampling_of
-from specdec_fast.batch.trees import rows_of_trees
+from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.runner.drafting import chosen_tokens, draft_chains
-from specdec_fast.runner.verification import Verification, owners
+from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages
+from specdec_fast.runner.verification import StepPlan, Verification
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 
@@ -54,41 +53,27 @@ class EagerRunner:
         """Compute the batch's rows; see ``RaggedModel.forward``."""
         return self._compute(batch, pool, logit_rows, hidden_states)
 
-    def verify(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        draft_tokens: Tensor,
-        num_draft_tokens: list[int],
-        parents: Tensor | None,
-        hidden_states: Tensor | None,
-    ) -> Verification:
+    def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
         """Compute logits at every sequence's last committed token and its draft tokens, and verify the draft tokens.
 
         Args:
             pool: the model's pages.
-            rows: of ``B`` sequences, the last committed token and the draft tokens of each.
-            draft_tokens: ``[sum(num_draft_tokens)]`` int64 on the model's device.
-            num_draft_tokens: per sequence.
-            parents: see ``Draft.parents``, on the host; None for chains.
-            hidden_states: memory for the taps of every row; None: not wanted.
+            plan: the rows.
 
         """
-        sequences = owners(rows)
-        device = draft_tokens.device
-        trees = None if parents is None else rows_of_trees(parents.tolist(), num_draft_tokens)
-        sampling = sampling_of(sequences, device)
-        last = [sequence.token_ids[-1] for sequence in sequences]
-        token_ids = _interleaved(last, draft_tokens, num_draft_tokens, self._vocab_size)
-        batch = lay_out(pool, rows, token_ids, trees=trees)
+        trees = plan.trees
+        device = plan.draft_tokens.device
+        sampling = plan.sampling()
+        token_ids = _interleaved(plan, self._vocab_size)
+        batch = lay_out(pool, plan.rows, token_ids, trees=trees)
         started = perf_counter()
-        logits = self._forward(batch, pool, None, hidden_states)
+        logits = self._forward(batch, pool, None, plan.hidden_states)
         computed = perf_counter()
         above = None if trees is None else to_device(trees.parents, device)
         verify_chain = (self._ops.unchecked or self._ops).verify_chain
         results = verify_chain(logits, token_ids, batch.cu_seqlens, sampling, above)
-        counts = [row.count for row in rows]
-        return Verification(counts, logits, results, computed - started, perf_counter() - computed, hidden_states)
+        accept_seconds = perf_counter() - computed
+        return Verification(plan.counts, logits, results, computed - started, accept_seconds, plan.hidden_states)
 
     def draft(
         self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int
@@ -115,15 +100,16 @@ class EagerRunner:
 
         first = to_device(token_ids, pool.layout.device)
         with self._attached():
-            return draft_chains(pool, rows, first, None, num_draft_tokens, forward, choose)
+            return draft_on_pages(pool, rows, first, None, num_draft_tokens, forward, choose)
 
 
-def _interleaved(last: list[int], draft_tokens: Tensor, num_draft_tokens: list[int], vocab_size: int) -> Tensor:
+def _interleaved(plan: StepPlan, vocab_size: int) -> Tensor:
     """Return each sequence's last committed token followed by its draft tokens: ``[T]`` ids on the drafts' device."""
-    first = to_device(last, draft_tokens.device)
+    first = to_device(plan.last_tokens, plan.draft_tokens.device)
     # Ids outside the vocabulary are clamped: they are rejected anyway, but would index past the embedding.
-    drafted = draft_tokens.clamp(0, vocab_size - 1)
-    if min(num_draft_tokens) == max(num_draft_tokens):
-        return torch.cat([first[:, None], drafted.view(len(last), -1)], dim=1).flatten()
-    pairs = zip(first.split(1), drafted.split(num_draft_tokens), strict=True)
+    drafted = plan.draft_tokens.clamp(0, vocab_size - 1)
+    counts = plan.num_draft_tokens
+    if min(counts) == max(counts):
+        return torch.cat([first[:, None], drafted.view(len(counts), -1)], dim=1).flatten()
+    pairs = zip(first.split(1), drafted.split(counts), strict=True)
     return torch.cat([piece for pair in pairs for piece in pair])

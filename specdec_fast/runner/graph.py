@@ -8,14 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import sampling_columns
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.kv_cache.forward_layout import lay_out_on_host
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.drafting import first_tokens, laid_out_loop
 from specdec_fast.runner.eager import EagerRunner
 from specdec_fast.runner.graphs.graphs import Graphs
-from specdec_fast.runner.verification import Verification, owners
+from specdec_fast.runner.verification import StepPlan, Verification
 
 
 class GraphRunner(EagerRunner):
@@ -40,30 +38,20 @@ class GraphRunner(EagerRunner):
         logits = self._graphs.forward(batch, pool, logit_rows, hidden_states)
         return super().compute(batch, pool, logit_rows, hidden_states) if logits is None else logits
 
-    def verify(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        draft_tokens: Tensor,
-        num_draft_tokens: list[int],
-        parents: Tensor | None,
-        hidden_states: Tensor | None,
-    ) -> Verification:
+    def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
         """Replay the graph of a whole verification; there is none for repetition penalties."""
-        sequences = owners(rows)
-        if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
-            return super().verify(pool, rows, draft_tokens, num_draft_tokens, parents, hidden_states)
+        if plan.has_penalties:
+            return super().verify(pool, plan)
         started = perf_counter()
-        trees = None if parents is None else rows_of_trees(parents.tolist(), num_draft_tokens)
-        columns = sampling_columns(sequences) if any(sequence.samples for sequence in sequences) else {}
-        last = [sequence.token_ids[-1] for sequence in sequences]
-        layout = lay_out_on_host(pool, rows)
-        found = self._graphs.verify(layout, last, draft_tokens, columns, pool, hidden_states, trees)
+        layout = lay_out_on_host(pool, plan.rows)
+        columns = plan.sampling_columns()
+        found = self._graphs.verify(
+            layout, plan.last_tokens, plan.draft_tokens, columns, pool, plan.hidden_states, plan.trees
+        )
         if found is None:
-            return super().verify(pool, rows, draft_tokens, num_draft_tokens, parents, hidden_states)
+            return super().verify(pool, plan)
         logits, results = found
-        counts = [row.count for row in rows]
-        return Verification(counts, logits, results, perf_counter() - started, 0.0, hidden_states)
+        return Verification(plan.counts, logits, results, perf_counter() - started, 0.0, plan.hidden_states)
 
     def draft(
         self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int

@@ -1,8 +1,8 @@
 """Hugging Face models, called unmodified on ragged rows and a paged KV cache.
 
-An attention function registered with ``transformers.AttentionInterface`` reads the pages, a ``Cache`` subclass
-writes them, positions are passed explicitly, and logits are computed for the rows that need them only. There is no
-code for any particular architecture.
+An attention function registered with ``transformers.AttentionInterface`` reads the pages, a ``Cache`` subclass writes
+them, positions are passed explicitly, and logits are computed for the rows that need them only. There is no code for
+any particular architecture.
 """
 
 from __future__ import annotations
@@ -39,21 +39,7 @@ class HFModel:
     """A Hugging Face model whose forwards PyTorch runs on ragged rows.
 
     Only its attention function, experts and linears are replaced, only during a forward, and by one thread at a time.
-
-    Args:
-        model: the model, as the caller gave it.
-        ops: serve attention and linears during a forward.
-        token_ids: ``[n]`` int64, a short text with which the model is probed.
-
-    Attributes:
-        model: the model, as given.
-        config: config of its decoder.
-        linears: computes its linears during a forward.
-        layout: shapes and dtype of the KV entries of one position.
-        sliding_layers: the layers that have a sliding window.
-        taps: where its hidden states are read; None before ``use_taps``.
-        has_experts: whether it has mixtures of experts.
-
+    ``token_ids`` ``[n]`` int64 are a short text with which the model is probed.
     """
 
     def __init__(self, model: PreTrainedModel, ops: Ops, token_ids: Tensor) -> None:
@@ -64,23 +50,19 @@ class HFModel:
         self._expert_configs = expert_configs(model)
         self.has_experts = bool(self._expert_configs)
         self._lock = lock_of(self.config)
-        self.taps: Taps | None = None
+        self.taps: Taps | None = None  # where its hidden states are read; None before ``use_taps``
         self._attached_by: int | None = None  # id of the thread inside `attached`
         self._cache_argument = cache_argument(model)
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = KVProbe(ops)
         with torch.inference_mode(), self.hooked():
             self.call(token_ids[None], torch.arange(len(token_ids), device=token_ids.device)[None], probe, None)
-        self.layout = probe.layout(type(model).__name__)
+        self.layout = probe.layout(type(model).__name__)  # shapes and dtype of the KV entries of one position
+        # the layers that have a sliding window
         self.sliding_layers = sliding_layers(self.config, self.layout.num_layers)
 
     def use_taps(self, ids: tuple[int | str, ...]) -> None:
-        """Find where the taps ``ids`` are read, for forwards that want hidden states; () forgets them.
-
-        Raises:
-            UnsupportedModelError: the model has no such hidden states.
-
-        """
+        """Find where the taps ``ids`` are read, or raise UnsupportedModelError; () forgets them."""
         probe = probe_of(self.config.vocab_size, self.layout.device)
         with self._lock:
             layers = self.layout.num_layers
@@ -96,12 +78,9 @@ class HFModel:
 
     @torch.inference_mode()
     def dense_logits(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Run the unmodified model on one sequence of ``n`` tokens; return its logits ``[n, vocab_size]``.
+        """Run the unmodified model on ``[n]`` int64 ids of one sequence; return its logits ``[n, vocab_size]``.
 
-        Args:
-            token_ids: ``[n]`` int64.
-            positions: ``[n]`` int64; None: the model counts itself.
-
+        ``positions`` are ``[n]`` int64; None: the model counts itself.
         """
         given: dict[str, Any] = {self._cache_argument: DynamicCache()}
         if positions is not None:

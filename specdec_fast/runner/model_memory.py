@@ -16,18 +16,11 @@ _LIVE_TENSORS = 4
 
 
 class ForwardBytes(NamedTuple):
-    """Memory of a model's forwards besides weights, KV entries and logits.
+    """Memory of a model's forwards besides weights, KV entries and logits."""
 
-    Attributes:
-        held: bytes that stay allocated between forwards: a program's arenas, at the largest size so far.
-        working: bytes that are allocated while a forward runs: an upper bound for a program, an estimate for PyTorch.
-        is_estimate: whether PyTorch runs the forwards, so that ``working`` is an estimate.
-
-    """
-
-    held: int
-    working: int
-    is_estimate: bool
+    held: int  # bytes that stay allocated between forwards: a program's arenas, at the largest size so far
+    working: int  # bytes that are allocated while a forward runs: an upper bound for a program, an estimate for PyTorch
+    is_estimate: bool  # whether PyTorch runs the forwards, so that ``working`` is an estimate
 
 
 def weights_of(model: nn.Module) -> Iterable[Tensor]:
@@ -43,11 +36,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes of each storage, by its address; on the meta device, which has none, by the tensor's id."""
-    found = {}
+    sizes = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[id(tensor) if tensor.is_meta else storage.data_ptr()] = storage.nbytes()
-    return found
+        sizes[id(tensor) if tensor.is_meta else storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def logits_bytes(model: RaggedModel) -> int:
@@ -56,13 +49,7 @@ def logits_bytes(model: RaggedModel) -> int:
 
 
 def forward_memory(model: RaggedModel, row_counts: Collection[tuple[int, int]]) -> ForwardBytes:
-    """Return the memory of a model's forwards.
-
-    Args:
-        model: the model, with the row padding with which it will run.
-        row_counts: the forwards: numbers of rows, and of rows whose logits are wanted.
-
-    """
+    """Return the memory of forwards; ``row_counts`` are numbers of rows, and of those whose logits are wanted."""
     program = model.program
     if program is None:
         rows = max(count + model.row_padding.padding(count) for count, _ in row_counts)

@@ -21,19 +21,11 @@ _CONTEXT = 64
 
 @torch.inference_mode()
 def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequences: int = 2048) -> dict[int, float]:
-    """Time forwards over short contexts on pages of their own; the time is the least of up to three repeats.
+    """Return the seconds of forwards by row count: the least of up to three repeats, over short contexts on own pages.
 
     It runs one forward to warm up and one at each count. The repeats may take half a second, or half as long as these
-    forwards. If there is no time for all repeats, the smallest counts, those of plain steps, are repeated first.
-
-    Args:
-        model: the model, with the row padding with which it will run.
-        row_counts: numbers of rows of the forwards.
-        most_sequences: largest number of sequences, over which the rows are spread evenly.
-
-    Returns:
-        Seconds by row count.
-
+    forwards. If there is no time for all repeats, the smallest counts, those of plain steps, are repeated first. Rows
+    are spread evenly over ``most_sequences`` at most.
     """
     num_owners = min(most_sequences, max(row_counts))
     longest = -(-max(row_counts) // num_owners)
@@ -41,26 +33,24 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     pool = PagePool(model.layout, num_owners * (context + model.page_size), model.page_size, model.row_padding)
     for owner in range(num_owners):
         pool.add(owner)
-    found: dict[int, float] = {}
+    least: dict[int, float] = {}
     _forward(model, pool, max(row_counts), num_owners, context)
     deadline = float("inf")
     for repeat in range(REPEATS):  # in rounds, so that a busy moment of the machine affects each count at most once
         for count in sorted(row_counts):
             if perf_counter() < deadline:
                 seconds = _forward(model, pool, count, num_owners, context)
-                found[count] = min(found.get(count, float("inf")), seconds)
+                least[count] = min(least.get(count, float("inf")), seconds)
         if not repeat:  # a busy moment in the first round does not use up the time of the repeats, which correct it
-            deadline = perf_counter() + max(_BUDGET_SECONDS, _BUDGET_SHARE * sum(found.values()))
-    return found
+            deadline = perf_counter() + max(_BUDGET_SECONDS, _BUDGET_SHARE * sum(least.values()))
+    return least
 
 
 def proposal_seconds(measure: Callable[[int], float]) -> tuple[float, float]:
     """Return the seconds of a proposal of one token, and those of each further token.
 
-    Args:
-        measure: runs a proposal of so many tokens, and returns its seconds. Both ``PROPOSAL_LENGTHS`` are measured in
-            turn, so that a busy moment of the machine does not make one of them look slow; the least times count.
-
+    ``measure`` runs a proposal of so many tokens, and returns its seconds. Both ``PROPOSAL_LENGTHS`` are measured in
+    turn, so that a busy moment of the machine does not make one of them look slow; the least times count.
     """
     rounds = [[measure(length) for length in PROPOSAL_LENGTHS] for _ in range(REPEATS)]
     short, long = map(min, zip(*rounds, strict=True))

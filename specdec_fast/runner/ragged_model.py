@@ -38,7 +38,7 @@ from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.graphs import Graphs
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.reproduction import check_reproduces
-from specdec_fast.runner.verification import Verification
+from specdec_fast.runner.verification import StepPlan, Verification
 
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
 
@@ -214,10 +214,10 @@ class RaggedModel:
         if parents is not None:
             self.expect_trees()
             parents = parents.cpu().contiguous()
-        rows = [Rows(s, s.target_kv_length, count + 1) for s, count in zip(sequences, num_draft_tokens, strict=True)]
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
-        hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(rows))
-        return self._runner.verify(pool, rows, draft_tokens, num_draft_tokens, parents, hidden_states)
+        hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(sequences))
+        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states)
+        return self._runner.verify(pool, plan)
 
     def why_no_trees(self) -> str | None:
         """Return why a row of a tree could have other bits than in the chain of its path; None if it cannot."""

@@ -34,7 +34,8 @@ def check_reproduces(
     below what a wrong position, mask or cache entry does. In 16 bits it is the median of the rows' distances, because
     rounding may let a mixture of experts choose other experts for single rows; what a page, position or mask does wrong
     changes most rows of one of the two forwards. A fault of a program may change one row only. So in 16 bits every row
-    is compared with ``reference`` as well, which rounds where the program does.
+    is compared with ``reference`` as well, which rounds where the program does. Raises UnsupportedModelError if they
+    are further apart; the message says why, as far as that can be found.
 
     Args:
         hf: the model.
@@ -44,10 +45,6 @@ def check_reproduces(
         expected: ``[PROBE_LENGTH, vocab_size]`` or ``[PROBE_LENGTH, taps, H]``, what the model computes of them.
         results: what they are, for the message.
         reference: computes what ``forward`` does, operation by operation; None if ``forward`` itself does so.
-
-    Raises:
-        UnsupportedModelError: they are further apart than that; the message says why, as far as that can be found.
-
     """
     name = type(hf.model).__name__
     bound = torch.finfo(hf.layout.dtype).eps ** 0.5
@@ -70,8 +67,8 @@ def check_reproduces(
                 f"distance {distance:.1e}, bound {bound:.1e}): {why_not_reproduced(hf.dense_logits, token_ids, bound)}."
             )
         if reference is not None and reference_pool is not None:
-            own = reference(lay_out(reference_pool, rows, token_ids[positions]), reference_pool).float()
-            distance = float(_distances(ragged, own).max())
+            rounded = reference(lay_out(reference_pool, rows, token_ids[positions]), reference_pool).float()
+            distance = float(_distances(ragged, rounded).max())
             if not distance <= bound:
                 raise UnsupportedModelError(
                     f"the program of {name} computes other {results} of a row than PyTorch (relative distance "
@@ -79,13 +76,12 @@ def check_reproduces(
                 )
 
 
-def _distances(found: Tensor, expected: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
+def _distances(computed: Tensor, expected: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
     """Return the relative L2 distance of every row, ``[T]`` or ``[T, taps]``; or over the rows too.
 
-    An infinity is at no distance from itself: some models give tokens that they exclude a logit of -inf. A row may be
-    all zeros.
+    An infinity is at no distance from itself: some models give excluded tokens a logit of -inf. A row may be all zeros.
     """
-    is_same = found.isinf() & (found == expected)
-    found = found.masked_fill(is_same, 0)
+    is_same = computed.isinf() & (computed == expected)
+    computed = computed.masked_fill(is_same, 0)
     expected = expected.masked_fill(is_same, 0)
-    return (found - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)
+    return (computed - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)

@@ -30,28 +30,20 @@ _PROBED = [[Rows("a", 0, 3), Rows("b", 0, 6)], [Rows("a", 3, 5), Rows("b", 6, 2)
 class RowModule:
     """Computes a ``RowFunction``: the logits of some rows, and the hidden states of all.
 
-    Args:
-        function: what it computes. It is recorded as it is: later changes of weights in place take effect.
-        ops: compute it where no program does.
-        page_size: of the probes.
-        enforce_eager: whether PyTorch must run it.
-
-    Attributes:
-        program: runs it, and chains and trees of rows in one call; None on a GPU, or if PyTorch runs it.
-        device_program: runs it on a GPU; None elsewhere, or if PyTorch runs it.
-        why_no_program: the reason why PyTorch runs it; None if a program does.
-
+    The function is recorded as it is: later changes of weights in place take effect. ``ops`` compute it where no
+    program does; ``page_size`` is that of the probes; with ``enforce_eager``, PyTorch must run it.
     """
 
     def __init__(self, function: RowFunction, ops: Ops, page_size: int, enforce_eager: bool = False) -> None:
         self.function = function
         self._ops = ops
+        # runs it, and chains and trees of rows in one call; None on a GPU, or if PyTorch runs it
         self.program: ForwardProgram | None = None
-        self.device_program: DeviceProgram | None = None
+        self.device_program: DeviceProgram | None = None  # runs it on a GPU; None elsewhere, or if PyTorch runs it
         executor, self.why_no_program = executor_for(ops, function.layout.device)
         if enforce_eager:
             executor = None
-            self.why_no_program = "enforce_eager=True"
+            self.why_no_program = "enforce_eager=True"  # the reason why PyTorch runs it; None if a program does
         if executor is None:
             return
         try:
@@ -71,17 +63,13 @@ class RowModule:
     def __call__(
         self, pool: PagePool, batch: RaggedBatch, inputs: Tensor, logit_rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute rows of a function that returns hidden states, and write their KV entries.
+        """Compute ``T`` rows, chains or trees, of a function that returns hidden states, and write their KV entries.
 
-        Args:
-            pool: pages of the function's layout.
-            batch: ``T`` rows; those of a sequence may be a chain or a tree.
-            inputs: ``[T, input_size]``, what the rows take besides their tokens.
-            logit_rows: ``[R]`` int64, the rows whose logits are wanted; None: all.
+        ``pool`` has pages of the function's layout; ``inputs`` are ``[T, input_size]``, what the rows take besides
+        their tokens; ``logit_rows [R]`` int64 are the rows whose logits are wanted, None: all.
 
         Returns:
             Logits ``[R, vocab_size]`` and hidden states ``[T, hidden_size]``.
-
         """
         if self.has_program:
             programs = Programs(self.program, self.device_program)
@@ -100,22 +88,9 @@ class RowModule:
         num_draft_tokens: list[int],
         choice: TokenChoice,
     ) -> Tensor:
-        """Draft a chain for each sequence in one call of the program, which must not be None.
+        """Draft a chain for each sequence in one call of the program, which must not be None; see ``Program.draft``.
 
-        Every row after the first forward takes the token that was chosen before it, and the hidden state of the row
-        before it as its input.
-
-        Args:
-            pool: pages, with enough free ones for all positions of the step.
-            rows: of the first forward, one span per sequence.
-            token_ids: of those rows.
-            inputs: ``[T, input_size]``, contiguous, of those rows; or how to compute them.
-            num_draft_tokens: number of tokens to draft per sequence, at least 1.
-            choice: how they are chosen.
-
-        Returns:
-            ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
-
+        ``rows`` are those of the first forward, one span per sequence; ``pool`` has pages for all positions.
         """
         assert self.program is not None
         spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
@@ -130,13 +105,9 @@ class RowModule:
         rules: TreeRules,
         choice: TokenChoice,
     ) -> DraftedTrees:
-        """Draft a tree for each sequence in one call of the program, which must not be None.
+        """Draft a tree for each sequence in one call of the program, as ``draft`` does; see ``Program.draft_trees``.
 
-        Args:
-            pool: pages, with enough free ones for the rows and ``rules.num_nodes`` positions behind them.
-            rows, token_ids, inputs, choice: as in ``draft``.
-            rules: how the trees grow.
-
+        ``pool`` has pages for the rows and ``rules.num_nodes`` positions behind them.
         """
         assert self.program is not None
         spans = pool.spans(rows, ahead=rules.num_nodes)
@@ -165,11 +136,11 @@ class RowModule:
             size = (len(token_ids), self.function.input_size)
             inputs = torch.linspace(-1, 1, size[0] * size[1], device=layout.device).sin().to(layout.dtype).view(size)
             expected = self.function.run(self._ops, pools[0], eager, inputs, eager.last_rows)
-            found = self._run(programs, pools[1], compiled, inputs, compiled.last_rows)
-            for own, other in zip(found, expected, strict=True):
-                if own is None or other is None:
+            computed = self._run(programs, pools[1], compiled, inputs, compiled.last_rows)
+            for result, other in zip(computed, expected, strict=True):
+                if result is None or other is None:
                     continue
-                distance = float((own.float() - other.float()).norm() / other.float().norm())
+                distance = float((result.float() - other.float()).norm() / other.float().norm())
                 if not distance <= torch.finfo(layout.dtype).eps ** 0.5:
                     raise NotLowerableError(
                         f"its program does not reproduce PyTorch (relative distance {distance:.1e})"

@@ -1,4 +1,4 @@
-"""What verification found: the target's logits at every row, and which draft tokens it accepts."""
+"""A verification: its rows, planned once for whatever runner computes them, and which draft tokens it accepts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,59 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.sampling_batch import Sampling, sampling_columns, sampling_of
 from specdec_fast.device_copy import Joined, to_host
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.trees.rows import TreeRows, rows_of_trees
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of one verification: of ``B`` sequences, the last committed token and the draft tokens of each."""
+
+    sequences: list[Sequence]
+    draft_tokens: Tensor  # [T - B] int64 on the model's device, sequence after sequence
+    num_draft_tokens: list[int]  # per sequence
+    parents: Tensor | None  # see Draft.parents, on the host; None: chains
+    hidden_states: Tensor | None  # memory for the taps of every row, [T, taps, H]; None: they are not wanted
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The span of each sequence."""
+        counts = self.counts
+        return [Rows(s, s.target_kv_length, count) for s, count in zip(self.sequences, counts, strict=True)]
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of rows of each sequence."""
+        return [count + 1 for count in self.num_draft_tokens]
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """The last committed token of each sequence."""
+        return [sequence.token_ids[-1] for sequence in self.sequences]
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a sequence has a repetition penalty."""
+        return any(sequence.params.repetition_penalty != 1 for sequence in self.sequences)
+
+    @property
+    def trees(self) -> TreeRows | None:
+        """The shape of the rows; None for chains."""
+        return None if self.parents is None else rows_of_trees(self.parents.tolist(), self.num_draft_tokens)
+
+    def sampling(self) -> Sampling | None:
+        """Return how the sequences choose, on the model's device; None: all greedily."""
+        return sampling_of(self.sequences, self.draft_tokens.device)
+
+    def sampling_columns(self) -> dict[str, np.ndarray]:
+        """Return how sequences without repetition penalties choose, on the host; empty: all greedily."""
+        return sampling_columns(self.sequences) if any(sequence.samples for sequence in self.sequences) else {}
 
 
 class Outcome(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import final
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import SchedulerError
@@ -33,11 +34,13 @@ class Scheduler(ABC):
     def select(self, resident: list[Sequence]) -> list[Sequence]:
         """Choose 1 to ``max_batch_size`` different resident sequences for the next step; at least one is resident."""
 
+    @final
     def plan(self, resident: list[Sequence]) -> list[Sequence]:
         """Select the sequences of the next step, and count the steps for which each other sequence is passed over.
 
         Raises:
-            SchedulerError: ``select`` broke its contract.
+            SchedulerError: ``select`` did not return a list of 1 to ``max_batch_size`` different sequences of
+                ``resident``.
         """
         chosen = self.select(list(resident))
         self._expect_batch(chosen, resident)
@@ -45,16 +48,6 @@ class Scheduler(ABC):
             sequence.passed_over += 1
         for sequence in chosen:
             sequence.passed_over = 0
-        return chosen
-
-    def checked_plan(self, resident: list[Sequence]) -> list[Sequence]:
-        """Return ``plan``, held to the contract also where a scheduler overrides it.
-
-        Raises:
-            SchedulerError: the plan is not a list of 1 to ``max_batch_size`` different sequences of ``resident``.
-        """
-        chosen = self.plan(list(resident))
-        self._expect_batch(chosen, resident)
         return list(chosen)
 
     def checked_max_resident(self) -> int:

@@ -20,33 +20,19 @@ _TOKEN = -1  # marks the place of token ids
 
 @dataclass
 class _Choice:
-    """How much of a choice has been sent.
-
-    Attributes:
-        num_tokens: its tokens.
-        text_offset: characters of its tokens' texts, one by one, with the echoed prompt.
-        has_begun: whether an event has been made.
-        newest: the last token whose text was made for log-probabilities, and that text alone; None before the first.
-        parts: JSON of its later events around the text, and around the token ids if they are shown; None before them.
-
-    """
-
     num_tokens: int = 0
-    text_offset: int = 0
+    text_offset: int = 0  # characters of its tokens' texts, one by one, with the echoed prompt
     has_begun: bool = False
+    # the last token whose text was made for log-probabilities, and that text alone; None before the first
     newest: tuple[int, str] | None = None
+    # JSON of its later events around the text, and around the token ids if they are shown; None before them
     parts: list[str] | None = None
 
 
 class Answer(ABC):
     """Makes the bodies of one request's answer: one whole body, or events of a stream.
 
-    Args:
-        body: the request.
-        request_id: makes the ``id`` of the answer, with the prefix that OpenAI gives to this kind.
-        model: the name of the model.
-        tokenizer: the target's, if known.
-
+    ``request_id`` makes the ``id`` of the answer, with the prefix that OpenAI gives to this kind.
     """
 
     kind: str
@@ -69,15 +55,7 @@ class Answer(ABC):
         self._ids = bool(body.return_token_ids)
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
-        """Return the body of an answer.
-
-        Args:
-            outputs: one per choice, in the order of ``RequestBody.requests``.
-
-        Raises:
-            RequestError: the error of the first output that has one.
-
-        """
+        """Return the body of an answer from the outputs of all choices; raise the error of the first that failed."""
         choices = []
         for index, output in enumerate(outputs):
             output.raise_for_error()
@@ -89,14 +67,7 @@ class Answer(ABC):
         return {**self._head, **shown, "choices": choices, "usage": _usage(num_prompt_tokens, num_tokens)}
 
     def event(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> dict[str, Any] | None:
-        """Return an event of a stream; None if a chunk has nothing to show.
-
-        Args:
-            index: of the choice.
-            chunk: without an error.
-            prompt_ids: the choice's prompt.
-
-        """
+        """Return an event of choice ``index`` for a chunk without an error; None if the chunk has nothing to show."""
         state = self._choices.setdefault(index, _Choice())
         is_empty = not (chunk.text or chunk.finish_reason or self._ids or chunk.logprobs)
         if is_empty:
@@ -109,10 +80,7 @@ class Answer(ABC):
         return body | ({"usage": None} if self.body.includes_usage else {})
 
     def event_json(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> str | None:
-        """Return ``event`` as JSON in ASCII; None if a chunk has nothing to show.
-
-        Most events of a choice differ in their text and token ids only; the rest is made once.
-        """
+        """Return ``event`` as JSON in ASCII. Most events differ in text and ids only; the rest is made once."""
         state = self._choices.get(index)
         if state is None or not (state.has_begun and chunk.text) or chunk.finish_reason or chunk.logprobs is not None:
             event = self.event(index, chunk, prompt_ids)
@@ -127,12 +95,7 @@ class Answer(ABC):
         return before + json.dumps(chunk.text) + json.dumps(chunk.token_ids).join(after)
 
     def usage_event(self, prompt_lengths: Sequence[int]) -> dict[str, Any]:
-        """Return the last event of a stream with ``include_usage``.
-
-        Args:
-            prompt_lengths: one per choice, in the order of ``RequestBody.requests``.
-
-        """
+        """Return the last event of a stream with ``include_usage``, from the lengths of all choices' prompts."""
         num_tokens = sum(choice.num_tokens for choice in self._choices.values())
         return {**self._event_head, "choices": [], "usage": _usage(sum(prompt_lengths[:: self._num_each]), num_tokens)}
 
@@ -160,11 +123,9 @@ class Answer(ABC):
         return choice
 
     def _prompt_ids(self, prompt_ids: list[int], in_choice: bool) -> dict[str, list[int]]:
-        """Return the prompt's ids, if the request wants them and this is their place."""
         return {"prompt_token_ids": prompt_ids} if self._ids and in_choice == self.has_prompt_per_choice else {}
 
     def _echo(self, index: int, prompt_ids: list[int]) -> str:
-        """Return what stands before a choice's own text."""
         return ""
 
     @abstractmethod
@@ -178,8 +139,7 @@ class Answer(ABC):
     def _token_texts(self, token_ids: list[int], state: _Choice) -> list[str]:
         """Return the texts of a choice's next tokens, which join to its text but for incomplete characters.
 
-        Some tokenizers, such as Llama-2's, remove the space before the first token of what they decode. So a token is
-        decoded behind the one before it.
+        Some tokenizers, such as Llama-2's, remove the space before a first token; so each is decoded behind another.
         """
         if self._tokenizer is None:
             return [f"token_id:{token}" for token in token_ids]

@@ -65,7 +65,6 @@ def create_app(
 
     Raises:
         ConfigError: a limit is out of range, the key is empty, or an argument has a wrong type.
-
     """
     if api_key == "":
         raise ConfigError("the API key is empty, so it would protect nothing; pass a key, or None for no key.")
@@ -108,12 +107,7 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
 
 
 def _checked_names(names: Sequence[str], engine: AsyncEngine) -> tuple[str, ...]:
-    """Return the names of the model: those given, or the target's.
-
-    Raises:
-        ConfigError: the names are one string, whose characters would be names.
-
-    """
+    """Return the names of the model: those given, or the target's. Raises ConfigError for one string."""
     if isinstance(names, str):
         raise ConfigError(f"model_names={names!r} is one string; expected a list of names: [{names!r}].")
     return tuple(names) or (str(engine.engine.describe()["target"]),)
@@ -133,8 +127,6 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 
 class _Api:
-    """The routes of one application."""
-
     def __init__(
         self,
         engine: AsyncEngine,
@@ -208,8 +200,8 @@ class _Api:
                 return problem_response(Problem(400, message))
             requests = body.requests(self._default_params)
             if len(requests) > 1:  # choices that never fit together would be answered with 429 again and again
-                own = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
-                await self._engine.expect_budget(own, timeout=self._timeout, **body.prompt_options())
+                prompts = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
+                await self._engine.expect_budget(prompts, timeout=self._timeout, **body.prompt_options())
             if body.stream:
                 return await self._stream(answer, requests)
             return await self._whole(answer, requests, request)
@@ -223,7 +215,6 @@ class _Api:
         return json_response(answer.whole(outputs))
 
     async def _generate(self, answer: Answer, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:
-        """Decode all choices; if one is refused, the others are cancelled."""
         options = {"timeout": self._timeout, **answer.body.prompt_options()}
         tasks = [asyncio.ensure_future(self._engine.generate(*each, **options)) for each in requests]
         try:

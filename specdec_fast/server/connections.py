@@ -22,8 +22,7 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection that is closed when a request has more than 64 KiB besides its body, or too many requests wait.
 
     The 64 KiB are those of the request line, headers, trailers, and what frames the chunks of a body beyond 16 bytes
-    each. If they are exceeded before the headers have ended, the client is answered with status 431. As bytes are
-    counted in pieces, up to 16 KiB more may pass.
+    each; up to 16 KiB more may pass, as bytes are counted in pieces. If headers exceed them, the status is 431.
     """
 
     _num_head_bytes = 0

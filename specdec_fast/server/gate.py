@@ -21,14 +21,9 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")  # what may be sent back in a header
 class Gate:
     """ASGI middleware that refuses requests before their bodies are read.
 
-    Every response gets the header ``X-Request-Id``: the request's own, or a new one.
-
-    Args:
-        app: the application that gets the requests that pass.
-        api_key: the key that requests must have, except for ``/health`` and ``/metrics``; None: no key.
-        max_request_bytes: limit of a body, whether or not its length is declared.
-        on_response: called with the status of every response.
-
+    Every response gets the header ``X-Request-Id``: the request's own, or a new one. ``api_key`` is needed except for
+    ``/health`` and ``/metrics``; None: no key. ``max_request_bytes`` limits a body, whether or not its length is
+    declared. ``on_response`` is called with the status of every response.
     """
 
     def __init__(
@@ -42,7 +37,6 @@ class Gate:
         self._random = random.Random()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -36,16 +36,7 @@ def problem_response(problem: Problem) -> Response:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Await some work, and cancel it if the client leaves.
-
-    Args:
-        receive: of a request whose body has been read.
-        work: what is awaited.
-
-    Raises:
-        ClientDisconnect: it left.
-
-    """
+    """Await some work, and cancel it if the client of a request whose body has been read leaves (ClientDisconnect)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     gone.add_done_callback(lambda _: task.cancel())
@@ -110,17 +101,10 @@ async def in_pieces(chunks: Chunks, num_tokens: int) -> Chunks:
 
 
 class EventStream(Response):
-    """The events of a stream. An error before the first chunk is a response with a status of its own.
+    """The events of a stream, one stream per choice. An error before the first chunk is a response with its own status.
 
     One task sends, and one waits for the client to leave, from the first step on. ``StreamingResponse`` begins to wait
     when it sends, so the time before the first chunk would need a wait of its own.
-
-    Args:
-        answer: makes the events.
-        streams: one per choice.
-        chunks: of all streams, from ``merged``.
-        to_problem: a function that makes a Problem of an exception.
-
     """
 
     media_type = "text/event-stream"
@@ -140,7 +124,6 @@ class EventStream(Response):
         self._to_problem = to_problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until the end, or until the client leaves."""
         try:
             await unless_disconnected(receive, self._respond(scope, receive, send))
         except ClientDisconnect:

@@ -20,15 +20,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """The metrics of one engine.
-
-    Gauges and counters are read from the engine when they are asked for; histograms count requests as they end.
-
-    Args:
-        engine: what is measured.
-        model: the label ``model_name``.
-
-    """
+    """The metrics of one engine: gauges and counters are read when asked for, histograms count requests as they end."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._registry = CollectorRegistry()
@@ -76,8 +68,6 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads an engine's counts when they are asked for."""
-
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine = engine
         self._model = model

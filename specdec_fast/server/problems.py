@@ -48,22 +48,13 @@ _NO_CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a request is not answered.
+    """Why a request is not answered."""
 
-    Attributes:
-        status: the status of HTTP.
-        message: for a person.
-        type: the kind of error.
-        param: the field that is wrong, if it is known.
-        code: for a program.
-
-    """
-
-    status: int
-    message: str
-    type: str = INVALID
-    param: str | None = None
-    code: str | None = None
+    status: int  # the status of HTTP
+    message: str  # for a person
+    type: str = INVALID  # the kind of error
+    param: str | None = None  # the field that is wrong, if it is known
+    code: str | None = None  # for a program
 
     def body(self) -> dict[str, Any]:
         """Return the body of the response, or of a stream's last event."""
@@ -92,12 +83,7 @@ def unknown_model(name: str, known: Sequence[str]) -> Problem:
 
 
 def validation_problem(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """Return the problem of a body that pydantic refused.
-
-    Args:
-        errors: ``ValidationError.errors()``; FastAPI puts ``"body"`` before each place.
-
-    """
+    """Return the problem of a body that pydantic refused; FastAPI's errors have ``"body"`` before each place."""
     first = errors[0]
     if "param" in first.get("ctx", {}):
         return Problem(400, f"{first['msg']}.", param=first["ctx"]["param"])

@@ -1,8 +1,7 @@
 """The request bodies of OpenAI's API, as prompts and parameters of the engine; without HTTP.
 
 Pydantic checks a body as it is, without conversions (the string "5" is not a number). A field that would change the
-answer, and that this library does not serve, is refused (``unsupported``). Any other unknown field is ignored, as in
-vLLM.
+answer, and that this library does not serve, is refused (``unsupported``). Others are ignored if unknown, as in vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ Prompts = str | TokenIds | Strings | Annotated[list[TokenIds], _FirstError()]
 
 
 def _refuse(field: str, reason: str) -> PydanticCustomError:
-    """Return the error of a field that cannot be served."""
     return PydanticCustomError("unsupported", "{param}: {reason}", {"param": field, "reason": reason})
 
 
@@ -51,10 +49,7 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """The fields that completions and chat have in common.
-
-    Fields from ``top_k`` on are additions to OpenAI's API. They have vLLM's names, except for ``num_draft_tokens``.
-    """
+    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, except ``num_draft_tokens``."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -117,14 +112,8 @@ class RequestBody(BaseModel):
     def requests(self, defaults: SamplingParams) -> list[tuple[Any, SamplingParams]]:
         """Return what the engine decodes: for every prompt ``n`` choices, in the order of their indices.
 
-        Choice i of a prompt samples with ``seed + i``, so a choice does not depend on the other prompts.
-
-        Args:
-            defaults: values of the fields that the body leaves out; ``max_new_tokens`` is that of chats.
-
-        Raises:
-            InvalidParamsError: a parameter is out of range.
-
+        Choice i of a prompt samples with ``seed + i``, so a choice does not depend on the other prompts. ``defaults``
+        has the values of fields that the body leaves out. Raises InvalidParamsError if a parameter is out of range.
         """
         params = self._sampling_params(defaults)
         n = self.n or 1
@@ -203,19 +192,16 @@ class ChatBody(RequestBody):
 
     @property
     def prompts(self) -> list[Any]:
-        """The messages, as one prompt."""
         return [self.messages]
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether ``logprobs`` is true."""
         return bool(self.logprobs)
 
     def prompt_options(self) -> dict[str, Any]:
-        """Return how the engine makes token ids of the messages, as keywords of ``AsyncEngine.generate``."""
         names = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-        own = {name: getattr(self, name) for name in names}
-        return super().prompt_options() | {name: value for name, value in own.items() if value is not None}
+        options = {name: getattr(self, name) for name in names}
+        return super().prompt_options() | {name: value for name, value in options.items() if value is not None}
 
     def _check_own(self) -> None:
         if self.top_logprobs:

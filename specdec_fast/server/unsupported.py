@@ -1,8 +1,7 @@
 """Fields of a request that are refused, because whoever ignores one answers another request.
 
 With them OpenAI's API, vLLM, SGLang, TGI, llama.cpp and transformers constrain an answer, change its text, or ask for
-something that the engine does not compute. A field that only qualifies another one, such as ``mirostat_tau``, is none
-of them.
+something that the engine does not compute. A field that only qualifies another one (``mirostat_tau``) is not refused.
 """
 
 from __future__ import annotations
@@ -137,12 +136,7 @@ _ADVICE = {
 
 
 def first_unsupported(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the name of the first field that must be refused, with the reason; None if there is none.
-
-    Args:
-        fields: the fields of a request that are not served.
-
-    """
+    """Return the first of the fields that are not served that must be refused, with the reason; None without one."""
     for name, value in fields.items():
         changes_nothing = value is None or value in UNSUPPORTED.get(name, (value,))
         if not changes_nothing and fields.get(_CHOICES.get(name, "")) != "none":

@@ -33,9 +33,8 @@ class AsyncEngine:
     """An engine for event loops: requests join and leave between steps, and a worker thread runs the model.
 
     Every output has the tokens and the log-probability bits of ``Engine.generate``, whatever other requests are
-    decoded. A request that is refused raises an error before any work. A request that later fails, is cancelled by its
-    id, or passes its deadline ends with ``finish_reason="error"`` and the typed error in ``.error``, and keeps its
-    tokens.
+    decoded. A request that is refused raises an error before any work. One that later fails, is cancelled by its id, or
+    passes its deadline ends with ``finish_reason="error"`` and the typed error in ``.error``, and keeps its tokens.
 
     Several event loops may use one instance. Other threads may call its ``engine`` at the same time.
 
@@ -145,8 +144,7 @@ class AsyncEngine:
             EngineOverloadedError: ``max_waiting`` or ``kv_token_budget`` is reached.
             EngineClosedError: the engine has been closed.
             RequestError, InvalidParamsError, ConfigError: the prompt, the parameters or another argument are wrong.
-            RequestCancelledError, DeadlineExceededError: the request was cancelled, or ``timeout`` has passed, before
-                its prompt was encoded.
+            RequestCancelledError, DeadlineExceededError: it was cancelled, or too late, before its prompt was encoded.
             ForkedProcessError: the engine was made in the process that this one was forked from.
         """
         unread = UnreadPrompt(self._builder, prompt, params, prompt_options)
@@ -208,10 +206,7 @@ class AsyncEngine:
             counted.cancel()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request before the next step, with a RequestCancelledError, and return whether there was one.
-
-        Any thread may call.
-        """
+        """For any thread: end a request before the next step (RequestCancelledError); return whether there was one."""
         request = self._live.find(request_id)
         if request is not None:
             self._worker.end([request], RequestCancelledError("the request was cancelled; its tokens are kept."))
@@ -224,8 +219,7 @@ class AsyncEngine:
         takes longer to encode keeps its thread, and so the process, until it is encoded (``is_encoding``).
 
         Args:
-            finish_within: seconds for which requests may go on; those that do not end within them end with a
-                RequestCancelledError.
+            finish_within: seconds for which requests may go on; what is left then ends with a RequestCancelledError.
 
         Raises:
             ConfigError: ``finish_within`` is no number from 0 on; the engine stays open.
@@ -248,7 +242,6 @@ class AsyncEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the engine; requests that have not ended are cancelled."""
         await self.close()
 
     def _accept(

@@ -22,19 +22,8 @@ _Result = TypeVar("_Result")
 class UnreadPrompt:
     """One prompt and its parameters before the prompt is encoded.
 
-    The seed of a request without one is drawn here, so that it does not depend on which prompt is encoded first.
-
-    Args:
-        builder: makes sequences.
-        prompt: as the caller gave it.
-        params: SamplingParams, a GenerationConfig, or None.
-        keywords: fields of PromptOptions.
-
-    Attributes:
-        size: about how much work the prompt is (``size_of``).
-
-    Raises:
-        InvalidParamsError, ConfigError, NotYetSupportedError: a parameter or a keyword is wrong.
+    The seed of a request without one is drawn here, so that it does not depend on which prompt is encoded first. Raises
+    InvalidParamsError, ConfigError or NotYetSupportedError if a parameter or a keyword (of PromptOptions) is wrong.
     """
 
     def __init__(self, builder: RequestBuilder, prompt: Any, params: Any, keywords: dict[str, Any]) -> None:
@@ -44,14 +33,10 @@ class UnreadPrompt:
         self._seed = builder.seed(self._params)
         # The caller may append its next message before the prompt is encoded.
         self._prompt = prompt.copy() if isinstance(prompt, list) else prompt
-        self.size = size_of(self._prompt, self._options)
+        self.size = size_of(self._prompt, self._options)  # about how much work the prompt is (``size_of``)
 
     def read(self) -> Sequence:
-        """Encode the prompt into the sequence of its request, which has failed if the prompt is wrong.
-
-        Raises:
-            ConfigError: the prompt is none, or several.
-        """
+        """Encode the prompt into a sequence, which has failed if it is wrong. Raises ConfigError unless it is one."""
         prompts = as_prompt_list(self._prompt) or [self._prompt]
         if len(prompts) != 1:
             raise ConfigError(f"{len(prompts)} prompts in one request; expected one.")
@@ -77,11 +62,7 @@ class Encoders:
         return bool(self._jobs)
 
     def submit(self, function: Callable[..., _Result], *args: Any, size: int = 0) -> Future[_Result]:
-        """Call a function soon, in the thread for prompts of this size.
-
-        Raises:
-            EngineClosedError: the threads have been closed.
-        """
+        """Call a function soon, in the thread for prompts of this size. Raises EngineClosedError after ``close``."""
         executor = self._short if size <= SHORT else self._long
         with self._lock:
             if self._is_closed:

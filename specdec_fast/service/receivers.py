@@ -23,10 +23,7 @@ class Mailbox:
         self._is_scheduled = False
 
     def post(self, loop: AbstractEventLoop, items: list[tuple[Receiver, Item]]) -> bool:
-        """Let the loop hand out items, with what it has not handed out yet; return False if it is closed.
-
-        For other threads.
-        """
+        """For other threads: let the loop hand out items, and those that wait; return False if it is closed."""
         self._items.extend(items)
         if self._is_scheduled:
             return True

@@ -17,33 +17,22 @@ from specdec_fast.service.statistics import RequestRecord
 
 
 class ServedRequest:
-    """One request of a service.
-
-    Attributes:
-        receiver: of its chunks (``is_stream``) or its output.
-        deadline: when it must have ended, on the clock of ``time.monotonic``; None: any time.
-        request_id: its name for the caller.
-        sequence: None until its prompt is encoded.
-        is_served: whether steps serve it, or have served it.
-        num_positions: KV positions that it may need.
-        is_dropped: whether it needs no last output: it was cancelled, or refused before its prompt was encoded.
-        error: with which it is to end, if that has been decided.
-        first_token_at: end of the step that emitted its first token, on the clock of ``time.monotonic``.
-        is_recorded: whether it has been counted as ended.
-    """
+    """One request of a service."""
 
     def __init__(self, receiver: Receiver, is_stream: bool, deadline: float | None) -> None:
-        self.receiver = receiver
+        self.receiver = receiver  # of its chunks (``is_stream``) or its output
         self.is_stream = is_stream
-        self.deadline = deadline
-        self.request_id = ""
-        self.sequence: Sequence | None = None
-        self.is_served = False
-        self.num_positions = 0
+        self.deadline = deadline  # when it must have ended, on the clock of ``time.monotonic``; None: any time
+        self.request_id = ""  # its name for the caller
+        self.sequence: Sequence | None = None  # None until its prompt is encoded
+        self.is_served = False  # whether steps serve it, or have served it
+        self.num_positions = 0  # KV positions that it may need
+        # whether it needs no last output: it was cancelled, or refused before its prompt was encoded
         self.is_dropped = False
-        self.error: RequestError | None = None
+        self.error: RequestError | None = None  # with which it is to end, if that has been decided
+        # end of the step that emitted its first token, on the clock of ``time.monotonic``
         self.first_token_at: float | None = None
-        self.is_recorded = False
+        self.is_recorded = False  # whether it has been counted as ended
         self._arrived = monotonic()
         self._tokenizer: object = None
         self._chunks: ChunkMaker | None = None
@@ -84,16 +73,11 @@ class ServedRequest:
 
 
 class LiveRequests:
-    """Requests by id, within the limits of a service; for any thread.
-
-    Attributes:
-        most_requests: that may be live at once.
-        most_positions: KV positions that they may need together; None: any number.
-    """
+    """Requests by id, within the limits of a service; for any thread."""
 
     def __init__(self, most_requests: int, most_positions: int | None) -> None:
-        self.most_requests = most_requests
-        self.most_positions = most_positions
+        self.most_requests = most_requests  # that may be live at once
+        self.most_positions = most_positions  # KV positions that they may need together; None: any number
         self._lock = Lock()
         self._requests: dict[str, ServedRequest] = {}
         self._num_positions = 0
@@ -103,12 +87,7 @@ class LiveRequests:
         return len(self._requests)
 
     def enter(self, request: ServedRequest, request_id: str | None) -> None:
-        """Accept a request.
-
-        Raises:
-            EngineOverloadedError: there are as many as there may be.
-            ConfigError: another live request has its id.
-        """
+        """Accept a request. Raises EngineOverloadedError if there are too many, ConfigError if one has its id."""
         with self._lock:
             if len(self._requests) >= self.most_requests:
                 raise EngineOverloadedError(
@@ -129,9 +108,8 @@ class LiveRequests:
     def charge(self, request: ServedRequest, num_positions: int) -> None:
         """Count the KV positions that a request may need, as long as it is live.
 
-        Raises:
-            EngineOverloadedError: together they would be more than there may be.
-            KVCacheTooSmallError: they alone are more, so sending the request again would not help.
+        Raises EngineOverloadedError if together they would be more than there may be, KVCacheTooSmallError if they
+        alone are more, so that sending the request again would not help.
         """
         self.expect_budget(num_positions, "the request needs")
         with self._lock:
@@ -148,11 +126,7 @@ class LiveRequests:
             self._num_positions = total
 
     def expect_budget(self, num_positions: int, what: str) -> None:
-        """Refuse more KV positions than all live requests may need; ``what`` begins the message.
-
-        Raises:
-            KVCacheTooSmallError: they are more.
-        """
+        """Raise KVCacheTooSmallError for more KV positions than all requests may need; ``what`` begins the message."""
         if self.most_positions is not None and num_positions > self.most_positions:
             raise KVCacheTooSmallError(
                 f"{what} {num_positions} KV positions (prompt and max_new_tokens), and "
@@ -176,11 +150,7 @@ class LiveRequests:
 
 
 def positions_of(sequence: Sequence) -> int:
-    """Return how many KV positions a request may need.
-
-    Raises:
-        RequestError: what is wrong with its prompt.
-    """
+    """Return how many KV positions a request may need. Raises the RequestError of its prompt, if that is wrong."""
     if sequence.error is not None:
         raise sequence.error
     return sequence.max_length - 1  # the last token needs none

@@ -10,8 +10,7 @@ from specdec_fast.service.worker import Worker
 class AsyncStream:
     """The chunks of one request. They add up to its output; chunks that were not read are merged into one.
 
-    Leaving ``async for`` early and dropping the stream, ``aclose()``, and cancelling the task that reads it all cancel
-    the request.
+    Leaving ``async for`` early and dropping the stream, ``aclose()``, and cancelling the task that reads cancel it.
 
     Attributes:
         request_id: for ``AsyncEngine.cancel``.

@@ -26,14 +26,8 @@ _MOST_SECONDS_HELD = 0.003  # by which texts may come later, so that they are ma
 class Worker:
     """Runs steps in one thread as long as there are requests, and makes texts in another one during the next step.
 
-    Both threads belong to executors, so nothing runs while nothing is served, and the interpreter can exit.
-
-    Args:
-        engine: its core is shared with the engine's own callers.
-        live: the requests that the service has accepted; the worker removes those that have ended.
-
-    Attributes:
-        observers: called with the record of every request that was served and has ended.
+    Both threads belong to executors, so nothing runs while nothing is served, and the interpreter can exit. The core is
+    shared with the engine's own callers. The worker removes requests that have ended from ``live``.
     """
 
     def __init__(self, engine: Engine, live: LiveRequests) -> None:
@@ -42,7 +36,7 @@ class Worker:
         self._call = engine.shared.call()
         self._executor = ThreadPoolExecutor(1, "specdec_fast-worker")
         self._writer = ThreadPoolExecutor(1, "specdec_fast-writer")
-        self.observers: list[Observer] = []
+        self.observers: list[Observer] = []  # called with the record of every request that was served and has ended
         self._lock = Lock()  # guards the four below
         self._served: dict[Sequence, ServedRequest] = {}
         self._run: Future[None] | None = None
@@ -51,11 +45,7 @@ class Worker:
         self._dropped: SimpleQueue[ServedRequest] = SimpleQueue()
 
     def start(self, request: ServedRequest, sequence: Sequence) -> None:
-        """Serve a request whose prompt is encoded, unless it has been dropped; for any thread.
-
-        Raises:
-            RequestError: it was cancelled meanwhile.
-        """
+        """For any thread: serve an encoded request unless it was dropped. Raises RequestError if it was cancelled."""
         with self._lock:
             if request.error is not None:
                 raise request.error
@@ -91,10 +81,7 @@ class Worker:
         self._call.wake()
 
     def end(self, requests: Iterable[ServedRequest], error: RequestError) -> None:
-        """Let requests end with an error, unless they have ended; for any thread.
-
-        They end before the next step, and at once if their prompts are not encoded yet.
-        """
+        """For any thread: let requests end with an error before the next step, or at once before they are encoded."""
         requests = list(requests)
         with self._lock:
             for request in requests:
@@ -118,7 +105,7 @@ class Worker:
             receiver.mailbox.post(receiver.loop, [(receiver, error)])
 
     def refuse_after(self, seconds: float, request: ServedRequest) -> None:
-        """End a request that is not served after so many seconds; for the thread of its event loop.
+        """For the thread of the event loop: end a request that is not served after so many seconds.
 
         The steps look at the deadlines of those that are served.
         """
@@ -219,7 +206,6 @@ class Worker:
                     self.drop(request)
 
     def _seconds_left(self) -> float | None:
-        """Return how long the thread may wait for another one's step."""
         return None if self._next_deadline == float("inf") else max(0.0, self._next_deadline - monotonic())
 
     def _end_late(self) -> None:

@@ -16,9 +16,10 @@ _STEPS = 32
 _LEAST_STEPS = 4
 _SURPRISE = 1.5
 _KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
-_PROBE_K = 3  # draft tokens of a probe after one that was accepted whole, and the most of an engine's first drafts
-_PROBE_SHARE = 0.01  # of the time of plain steps that probes may lose
-_PROBE_KEEPS = 0.9  # share of their weight that earlier counts keep after a probe
+# draft tokens of an exploration after one that was accepted whole, and the most of an engine's first drafts
+_EXPLORATION_K = 3
+_EXPLORATION_SHARE = 0.01  # of the time of plain steps that explorations may lose
+_EXPLORATION_KEEPS = 0.9  # share of their weight that earlier counts keep after an exploration
 # Least expected speed of drafting over plain decoding: to begin (the draft model must prefill), and to go on (estimates
 # vary).
 _LEAST_GAIN = 1.02
@@ -33,8 +34,8 @@ class AdaptiveLength(LengthPolicy):
     """Gives all sequences the K that maximises the expected tokens per second of a step, 0 where no K pays.
 
     Tokens over seconds is the "goodput" by which SmartSpec chooses lengths (Liu et al., arXiv 2406.14066). While no K
-    pays, one sequence is drafted for now and then (a probe), because acceptance can be observed only by drafting. If
-    steps that draft for all were never timed and may pay, a few are (a trial), because the profile may be wrong.
+    pays, one sequence is drafted for now and then (an exploration), because only drafting shows acceptance. If steps
+    that draft for all were never timed and may pay, a few are (a trial), because the profile may be wrong.
 
     With a drafter of trees it chooses between as many nodes as tokens of a chain, larger trees, and nothing. A tree of
     depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the nodes of trees have scores, or the
@@ -60,9 +61,9 @@ class AdaptiveLength(LengthPolicy):
         self._k = self._num_drafting = 0  # the choice: K, and how many sequences get it
         self._depth = self._size = 0
         self._steps_left = self._steps_more = 0  # for which the choice holds; may hold besides
-        self._is_asynchronous = self._is_probing = self._is_trying = False
-        self._probe_k = 1
-        self._probe_budget = 0.0  # seconds; negative until plain steps have paid for the last probe
+        self._is_asynchronous = self._is_exploring = self._is_trying = False
+        self._exploration_k = 1
+        self._exploration_budget = 0.0  # seconds; negative until plain steps have paid for the last exploration
         self._num_drafted = self._num_plain = 0  # since the last plain step; since the last trial
         self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
         self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
@@ -106,7 +107,8 @@ class AdaptiveLength(LengthPolicy):
         self._drafted.pop(sequence, None)
 
     def least_score(self, scores: list[list[float]]) -> float:
-        return self._budget.least_score(scores, self._k) if self._has_budget and not self._is_probing else float("-inf")
+        has_budget = self._has_budget and not self._is_exploring
+        return self._budget.least_score(scores, self._k) if has_budget else float("-inf")
 
     def observe(self, step: StepObservation) -> None:
         k = self._k
@@ -118,7 +120,7 @@ class AdaptiveLength(LengthPolicy):
             other = 0.0
         if not k:
             self._num_plain += 1
-            self._probe_budget = min(0.0, self._probe_budget + _PROBE_SHARE * (seconds + other))
+            self._exploration_budget = min(0.0, self._exploration_budget + _EXPLORATION_SHARE * (seconds + other))
         elif self.may_branch and not step.may_branch:
             return  # chains, because memory or KV pages were short: they say nothing of trees
         else:
@@ -128,7 +130,7 @@ class AdaptiveLength(LengthPolicy):
                 self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
                 rows = len(step.batch) + sum(map(len, step.scores))
                 profiled = self._costs.profiled(len(step.batch), k, rows)
-            if self._is_probing or self._is_trying:
+            if self._is_exploring or self._is_trying:
                 self._pay(step, seconds + other)
             if not is_usual:
                 return
@@ -145,13 +147,13 @@ class AdaptiveLength(LengthPolicy):
                 num += limit
             draft = limit, proposed, accepted
             drafts[draft] = drafts.get(draft, 0) + 1
-        return not self._is_catching_up and not self._is_probing and num == self._depth * len(step.batch)
+        return not self._is_catching_up and not self._is_exploring and num == self._depth * len(step.batch)
 
     def _pay(self, step: StepObservation, seconds: float) -> None:
-        """Take what the step took longer than plain steps, which emit as many tokens, from the time of probes."""
+        """Take what the step took longer than plain steps, which emit as many tokens, from the time of explorations."""
         size = len(step.batch)
         plain_seconds = self._costs.seconds(size)[0] * (1 + sum(step.num_accepted) / size)
-        self._probe_budget = min(0.0, self._probe_budget - (seconds - plain_seconds))
+        self._exploration_budget = min(0.0, self._exploration_budget - (seconds - plain_seconds))
 
     @property
     def _has_budget(self) -> bool:
@@ -166,28 +168,28 @@ class AdaptiveLength(LengthPolicy):
             self._costs.observe(self._size, self._k, ratio, other)
         if self._has_budget:
             self._budget.end_round()
-        if self._is_probing:
-            self._learn_from_probe()
+        if self._is_exploring:
+            self._learn_from_exploration()
         if self._drafts:
             self._acceptance.add(self._drafts)
         self._drafts = {}
         self._times = []
 
-    def _learn_from_probe(self) -> None:
-        """Weigh the past by how probable it made what the probe shows."""
+    def _learn_from_exploration(self) -> None:
+        """Weigh the past by how probable it made what the exploration shows."""
         tokens = self._of_chains.expected_tokens()
-        probability = tokens[self._probe_k] - tokens[self._probe_k - 1]
-        if any(accepted == self._probe_k for _, _, accepted in self._drafts):
-            self._of_chains.fade(min(_PROBE_KEEPS, probability))
-            self._probe_k = min(_PROBE_K, self.max_draft_tokens)
+        probability = tokens[self._exploration_k] - tokens[self._exploration_k - 1]
+        if any(accepted == self._exploration_k for _, _, accepted in self._drafts):
+            self._of_chains.fade(min(_EXPLORATION_KEEPS, probability))
+            self._exploration_k = min(_EXPLORATION_K, self.max_draft_tokens)
         else:
-            self._of_chains.fade(_PROBE_KEEPS)
-            self._probe_k = 1
+            self._of_chains.fade(_EXPLORATION_KEEPS)
+            self._exploration_k = 1
 
     def _choose(self, batch: list[Sequence]) -> None:
         self.num_choices += 1
         size = len(batch)
-        was_plain = not self._k or self._is_probing or self._is_trying
+        was_plain = not self._k or self._is_exploring or self._is_trying
         tokens = self._of_chains.expected_tokens()
         if self._of_trees is not None:
             tokens += self._of_trees.expected_tokens()[1:]
@@ -204,7 +206,7 @@ class AdaptiveLength(LengthPolicy):
         self._size = size
         self._steps_left = _STEPS
         self._steps_more = 0
-        self._is_probing = self._is_trying = False
+        self._is_exploring = self._is_trying = False
         if not k:
             self._num_drafted = 0
             if self._may_try(best, gain):
@@ -212,18 +214,18 @@ class AdaptiveLength(LengthPolicy):
                 self._steps_left = _LEAST_STEPS
                 self._is_trying = True
                 self._num_plain = 0
-            elif self._may_probe(batch, speeds[0]):
-                self._k = self._probe_k
+            elif self._may_explore(batch, speeds[0]):
+                self._k = self._exploration_k
                 self._num_drafting = 1
                 self._steps_left = 1
-                self._is_probing = True
+                self._is_exploring = True
         elif self._wants_plain_steps(batch, gain):
             self._k = 0
             self._steps_left = _LEAST_STEPS
             self._num_drafted = 0
         elif num_tried < _KNOWN:
             depth = self._costs.depth(k)
-            self._k = k - depth + min(depth, max(_PROBE_K, num_tried))
+            self._k = k - depth + min(depth, max(_EXPLORATION_K, num_tried))
             self._steps_left = 1
             self._num_drafting = max(1, size // 8, num_tried)
         else:
@@ -231,15 +233,15 @@ class AdaptiveLength(LengthPolicy):
             self._steps_more = _STEPS - _LEAST_STEPS
         self._depth = self._costs.depth(self._k)
 
-    def _may_probe(self, batch: list[Sequence], plain_speed: float) -> bool:
-        """Return whether a probe has been paid for, and drafting would pay if every token were accepted."""
+    def _may_explore(self, batch: list[Sequence], plain_speed: float) -> bool:
+        """Return whether an exploration has been paid for, and drafting would pay if every token were accepted."""
         num_choices = self.max_draft_tokens * (1 if self._of_trees is None else 2) + 1
         all_accepted = [self._costs.depth(k) + 1.0 for k in range(num_choices)]
-        return self._probe_budget >= 0 and max(self._speeds(batch, all_accepted)) > plain_speed
+        return self._exploration_budget >= 0 and max(self._speeds(batch, all_accepted)) > plain_speed
 
     def _may_try(self, k: int, gain: float) -> bool:
         """Return whether steps of this K, which were never timed, may pay, and their time is paid for."""
-        is_paid = self._probe_budget >= 0 and self._num_plain > _OTHER_EVERY
+        is_paid = self._exploration_budget >= 0 and self._num_plain > _OTHER_EVERY
         is_known = k > self.max_draft_tokens or self._costs.is_observed(self._size, k)
         return is_paid and not is_known and gain > _LEAST_TRIED_GAIN
 

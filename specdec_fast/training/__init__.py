@@ -1,1 +1,1 @@
-"""Training of drafters for a target of the caller's own."""
+"""Training of drafters for a target of the caller."""

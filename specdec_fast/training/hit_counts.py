@@ -21,7 +21,6 @@ def hit_counts(module: DrafterModule, features: Tensor, token_ids: Tensor, lengt
 
     Returns:
         ``[depths, 1 + ranks]`` int64: the number of positions that were looked at, then those of each rank.
-
     """
     num_depths, num_ranks = shape
     counts = torch.zeros(num_depths, 1 + num_ranks, dtype=torch.int64, device="cpu")

@@ -35,8 +35,8 @@ def deferred() -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    found = {int(number): signal.getsignal(number) for number in _SIGNALS}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    present = {int(number): signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: handler for number, handler in present.items() if callable(handler)}
     came: list[int] = []
     for number in handlers:
         signal.signal(number, lambda number, _: came.append(number))

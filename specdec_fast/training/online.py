@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_fast.drafters.shared.checkpoint.writing import trained_weights
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.drafters.specblock.training import load_blocks, save_blocks
 from specdec_fast.engine.engine import Engine
@@ -24,7 +25,7 @@ from specdec_fast.errors import ConfigError, EngineBusyError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.training.drafter_loss import Teacher, padded
 from specdec_fast.training.specblock_loss import block_loss
-from specdec_fast.training.trainer import LARGEST_GRADIENT, Recipe, grouped, optimizers_of
+from specdec_fast.training.trainer import LARGEST_GRADIENT, TrainingSettings, grouped, optimizers_of
 from specdec_fast.training.update_bandit import HEAD, SKIP, UpdateBandit
 
 _SHORTEST = 8  # tokens of a text that is learnt from
@@ -33,29 +34,15 @@ _LONGEST = 2048  # tokens at the end of a text that are learnt from
 
 @dataclass(frozen=True)
 class OnlineSettings:
-    """How a drafter is updated.
+    """How a drafter is updated; a value that is not positive is a ``ConfigError``."""
 
-    Attributes:
-        learning_rate: of AdamW, constant. The default suits drafters of the size of published ones.
-        matrix_learning_rate: as in ``Recipe``.
-        time_share: of the seconds of all calls, the most that updates may take.
-        kept_tokens: of the newest outputs, how many are kept to learn from.
-        update_tokens: how many of these an update learns from.
-        batch_tokens: as in ``Recipe``.
-        tokens_ahead: how many tokens the engine will emit in all its calls; None: twice as many as so far.
-
-    Raises:
-        ConfigError: a value is not positive.
-
-    """
-
-    learning_rate: float = 5e-5
-    matrix_learning_rate: float | None = None
-    time_share: float = 0.05
-    kept_tokens: int = 65_536
-    update_tokens: int = 8_192
-    batch_tokens: int = 2_048
-    tokens_ahead: int | None = None
+    learning_rate: float = 5e-5  # of AdamW, constant; the default suits drafters of the size of published ones
+    matrix_learning_rate: float | None = None  # as in TrainingSettings
+    time_share: float = 0.05  # of the seconds of all calls, the most that updates may take
+    kept_tokens: int = 65_536  # of the newest outputs, how many are kept to learn from
+    update_tokens: int = 8_192  # how many of these an update learns from
+    batch_tokens: int = 2_048  # as in TrainingSettings
+    tokens_ahead: int | None = None  # tokens that the engine will emit in all its calls; None: twice as many as so far
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -65,20 +52,12 @@ class OnlineSettings:
 
 @dataclass(frozen=True)
 class Update:
-    """What followed a call.
+    """What followed a call."""
 
-    Attributes:
-        arm: ``"skip"``, ``"head"`` (the output layer and the rank head were updated) or ``"full"``.
-        tokens_per_step: that a sequence emitted in a step of the call before it.
-        seconds: of the update.
-        num_tokens: that it learnt from.
-
-    """
-
-    arm: str
-    tokens_per_step: float
-    seconds: float
-    num_tokens: int
+    arm: str  # "skip", "head" (the output layer and the rank head were updated) or "full"
+    tokens_per_step: float  # that a sequence emitted in a step of the call before it
+    seconds: float  # of the update
+    num_tokens: int  # that it learnt from
 
 
 class OnlineUpdates:
@@ -93,9 +72,12 @@ class OnlineUpdates:
         engine: its drafter is a SpecBlock drafter. Nothing else may change the drafter's weights.
         settings: see ``OnlineSettings``.
 
+    Attributes:
+        module: the drafter as it is trained.
+        bandit: decides what is updated.
+
     Raises:
         ConfigError: the engine has another drafter.
-
     """
 
     def __init__(self, engine: Engine, settings: OnlineSettings | None = None) -> None:
@@ -109,16 +91,16 @@ class OnlineUpdates:
         self.settings = OnlineSettings() if settings is None else settings
         self._target = _twin(engine.target.model)
         config = self._drafter.model.config
-        self._module, self._maps = load_blocks(config.folder, self._target)
+        self.module, self._maps = load_blocks(config.folder, self._target)
         self._draft_ids = self._drafter.model.target_ids
         self._teacher = Teacher(self._target, self._taps(), self._draft_ids)
-        own = self.settings
-        recipe = Recipe(learning_rate=own.learning_rate, matrix_learning_rate=own.matrix_learning_rate)
-        self._optimizers = optimizers_of(self._module, recipe)
-        self._trained = [weight for weight in self._module.parameters() if weight.requires_grad]
-        heads = (self._module.lm_head, self._module.rank_head)
+        rates = {name: getattr(self.settings, name) for name in ("learning_rate", "matrix_learning_rate")}
+        training = TrainingSettings(**rates)
+        self._optimizers = optimizers_of(self.module, training)
+        self._trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+        heads = (self.module.lm_head, self.module.rank_head)
         self._heads = {id(weight) for head in heads for weight in head.parameters()}
-        self.bandit = UpdateBandit(own.time_share)
+        self.bandit = UpdateBandit(self.settings.time_share)
         self._texts: deque[Tensor] = deque()
 
     def observe(self, outputs: Many[GenerationOutput]) -> Update:
@@ -126,7 +108,6 @@ class OnlineUpdates:
 
         Raises:
             EngineBusyError: a call of the engine is open.
-
         """
         if self._engine.core.has_work:
             raise EngineBusyError("a call of the engine is open; update the drafter when all have ended.")
@@ -144,20 +125,20 @@ class OnlineUpdates:
             return Update(SKIP, self.bandit.tokens_per_step, 0.0, 0)
         started = perf_counter()
         learnt = self._train(arm, started + self.bandit.seconds_left)
-        self._drafter.replace_weights(self._maps | self._weights())
+        self._drafter.replace_weights(self._maps | trained_weights(self.module))
         seconds = perf_counter() - started
         self.bandit.updated(seconds)
         return Update(arm, self.bandit.tokens_per_step, seconds, learnt)
 
     def save(self, folder: Path) -> None:
-        """Write the drafter as it is now, as a checkpoint.
-
-        Args:
-            folder: exists.
-
-        """
+        """Write the drafter as it is now, as a checkpoint, into a folder that exists."""
         nodes = self._drafter.model.config.tree_nodes
-        save_blocks(self._module, folder, self._target, self._taps(), self._draft_ids, nodes)
+        save_blocks(self.module, folder, self._target, self._taps(), self._draft_ids, nodes)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """The number of tokens that are kept to learn from."""
+        return sum(map(len, self._texts))
 
     def _taps(self) -> tuple[int, ...]:
         return self._drafter.model.taps
@@ -167,9 +148,8 @@ class OnlineUpdates:
             text = [*output.prompt_ids, *output.token_ids][-_LONGEST:]
             if len(text) >= _SHORTEST and output.error is None:
                 self._texts.append(torch.tensor(text, device="cpu"))
-        num_kept = sum(map(len, self._texts))
-        while num_kept > self.settings.kept_tokens and len(self._texts) > 1:
-            num_kept -= len(self._texts.popleft())
+        while self.num_kept_tokens > self.settings.kept_tokens and len(self._texts) > 1:
+            self._texts.popleft()
 
     def _train(self, arm: str, deadline: float) -> int:
         """Learn from the newest texts, until the deadline; return the number of tokens."""
@@ -185,8 +165,8 @@ class OnlineUpdates:
             if learnt and perf_counter() > deadline:
                 break
             token_ids, lengths = padded(batch, self._target.device)
-            lesson = self._teacher.lesson(token_ids, lengths)
-            loss = block_loss(self._module, token_ids, lesson, min(self._module.num_slots, token_ids.shape[1] - 2))
+            output = self._teacher.output(token_ids, lengths)
+            loss = block_loss(self.module, token_ids, output, min(self.module.num_slots, token_ids.shape[1] - 2))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self._trained, LARGEST_GRADIENT)
             for optimizer in self._optimizers:
@@ -196,14 +176,6 @@ class OnlineUpdates:
         for weight in self._trained:
             weight.requires_grad_(True)
         return learnt
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Return the trained weights by name, without an embedding that is the target's."""
-        return {
-            name: weight.detach()
-            for name, weight in self._module.named_parameters()
-            if weight.requires_grad or not name.endswith("embed_tokens.weight")
-        }
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:

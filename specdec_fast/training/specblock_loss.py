@@ -6,32 +6,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from specdec_fast.drafters.specblock.checkpoint import NUM_CLASSES, NUM_FEATURES
 from specdec_fast.drafters.specblock.module import SpecBlockModule
-from specdec_fast.training.drafter_loss import STEP_DISCOUNT, Lesson
+from specdec_fast.training.drafter_loss import STEP_DISCOUNT, TeacherOutput
 
-_NUM_CLASSES = 4
-NUM_FEATURES = 20
 _CLASS_BUDGET = 10  # positions of a class and slot that count in full
 _STRIDE = 4  # one of so many positions gets a second block, because these attend without a fused kernel
 
 
-def block_loss(module: SpecBlockModule, token_ids: Tensor, lesson: Lesson, num_steps: int) -> Tensor:
+def block_loss(module: SpecBlockModule, token_ids: Tensor, output: TeacherOutput, num_steps: int) -> Tensor:
     """Return the loss of the true blocks and of blocks behind them, each with that of the rank head.
 
     A slot is trained where all slots before it have drafted the text's own tokens (the *valid prefix*): elsewhere a
     draft ends before it. That is not asked of the slot behind which a block follows. This slot, and the positions with
     a second block, depend on the batch alone, so a training that is resumed goes on with the same ones.
 
-    Args:
-        module: the drafter.
-        token_ids: ``[B, L]`` int64.
-        lesson: the target's view of the same texts.
-        num_steps: number of trained slots of the true blocks.
-
+    The arguments are those of ``loss_of``; ``num_steps`` slots of the true blocks are trained.
     """
-    hidden, key_values = module.true_blocks(lesson.features, token_ids)
+    hidden, key_values = module.true_blocks(output.features, token_ids)
     positions = torch.arange(hidden.shape[1], device=token_ids.device)
-    loss = _slots_loss(module, hidden[:, :, :num_steps], token_ids, lesson, positions + 1)
+    loss = _slots_loss(module, hidden[:, :, :num_steps], token_ids, output, positions + 1)
     generator = torch.Generator(device="cpu").manual_seed(int(token_ids.sum()))
     slot, first = (int(torch.randint(most, (), generator=generator, device="cpu")) for most in (num_steps, _STRIDE))
     end = max(first, token_ids.shape[1] - 2 - slot)  # of short texts no position may have a second block
@@ -39,10 +33,12 @@ def block_loss(module: SpecBlockModule, token_ids: Tensor, lesson: Lesson, num_s
     if num_steps < module.num_slots or not len(positions):
         return loss
     behind = module.blocks_behind(hidden, key_values, token_ids, positions, slot)
-    return loss + _slots_loss(module, behind, token_ids, lesson, positions + slot + 2)
+    return loss + _slots_loss(module, behind, token_ids, output, positions + slot + 2)
 
 
-def _slots_loss(module: SpecBlockModule, hidden: Tensor, token_ids: Tensor, lesson: Lesson, starts: Tensor) -> Tensor:
+def _slots_loss(
+    module: SpecBlockModule, hidden: Tensor, token_ids: Tensor, output: TeacherOutput, starts: Tensor
+) -> Tensor:
     """Return the loss of blocks ``[B, N, K, H]`` whose slot k drafts the token behind position ``starts + k``."""
     last = token_ids.shape[1] - 1
     num_slots = hidden.shape[2]
@@ -51,15 +47,15 @@ def _slots_loss(module: SpecBlockModule, hidden: Tensor, token_ids: Tensor, less
     normed = module.norm(hidden)
     logits = module.lm_head(normed).float()
     drafted = logits.detach().argmax(-1)
-    best = lesson.best[:, at]
+    best = output.best[:, at]
     text = module.draft_ids_of(token_ids)[:, (at + 1).clamp(max=last)]
     valid = torch.cat([torch.ones_like(text[..., :1]), (drafted == text).long().cumprod(-1)[..., :-1]], dim=-1) > 0
-    learnt = valid & lesson.counts[:, at] & (best >= 0)
+    learnt = valid & output.counts[:, at] & (best >= 0)
     slots = torch.arange(num_slots, device=starts.device).expand_as(learnt)[learnt]
     if not len(slots):
         return logits.sum() * 0.0
     rows = logits[learnt]
-    wanted = lesson.probabilities[:, at][learnt]
+    wanted = output.probabilities[:, at][learnt]
     losses = rows.logsumexp(-1) - (wanted * rows).sum(-1)
     counts = torch.bincount(slots, minlength=num_slots).clamp(min=1)
     weights = STEP_DISCOUNT ** torch.arange(num_slots, device=starts.device)
@@ -77,13 +73,13 @@ def _rank_loss(module: SpecBlockModule, normed: Tensor, logits: Tensor, best: Te
     top, ids = logits.topk(NUM_FEATURES, dim=-1)
     predicted = module.rank_head(torch.cat([normed, rank_features(top).to(normed.dtype)], dim=-1)).float()
     labels = rank_labels(ids, best)
-    classes = torch.arange(_NUM_CLASSES, device=labels.device)
+    classes = torch.arange(NUM_CLASSES, device=labels.device)
     missed = labels[:, None] - classes
     wanted = (1 + missed.abs() + missed.clamp(min=0)).float() ** -2
     wanted = wanted / wanted.sum(-1, keepdim=True)
     off = labels - predicted.argmax(-1)
-    counts = one_hot(labels + _NUM_CLASSES * slots, _NUM_CLASSES * module.num_slots).sum(0)
-    frequency = (_CLASS_BUDGET / counts.clamp(min=1)).clamp(max=1.0)[labels + _NUM_CLASSES * slots]
+    counts = one_hot(labels + NUM_CLASSES * slots, NUM_CLASSES * module.num_slots).sum(0)
+    frequency = (_CLASS_BUDGET / counts.clamp(min=1)).clamp(max=1.0)[labels + NUM_CLASSES * slots]
     losses = -(wanted * predicted.log_softmax(-1)).sum(-1) * (1 + off.abs() + off.clamp(min=0))
     return (losses * frequency).sum() / frequency.sum()
 
@@ -97,7 +93,6 @@ def rank_features(top: Tensor) -> Tensor:
     Returns:
         ``[..., 15]``: ten log-probabilities among the 20, the gaps from the first logit to the second, third and fifth,
         the probability of the first, and the entropy.
-
     """
     log_probs = top.log_softmax(dim=-1)
     probabilities = log_probs.exp()

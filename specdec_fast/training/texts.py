@@ -30,16 +30,10 @@ _LONGEST_PROMPT = 48  # tokens of a text that are kept as the prompt of a greedy
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids of many texts.
+    """Token ids of many texts."""
 
-    Attributes:
-        token_ids: ``[sum of lengths]`` int32, text after text.
-        lengths: ``[N]`` int32.
-
-    """
-
-    token_ids: Tensor
-    lengths: Tensor
+    token_ids: Tensor  # [sum of lengths] int32, text after text
+    lengths: Tensor  # [N] int32
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]]) -> Texts:
@@ -61,7 +55,6 @@ class Texts:
 
         Raises:
             OutputError: it cannot be written.
-
         """
         with replaced(path) as unfinished:
             save_file({"token_ids": self.token_ids, "lengths": self.lengths}, unfinished)
@@ -72,11 +65,10 @@ class Texts:
 
         Raises:
             ConfigError: it is damaged, or another kind of file, or has a text that is too short to learn from.
-
         """
         try:
-            found = load_file(path)
-            texts = cls(found["token_ids"], found["lengths"])
+            tensors = load_file(path)
+            texts = cls(tensors["token_ids"], tensors["lengths"])
         except (SafetensorError, KeyError) as error:
             raise ConfigError(
                 f"{str(path)!r} is no file of training texts ({error}); delete it, or correct the path."
@@ -94,15 +86,10 @@ class Texts:
         return texts
 
     def expect_fit(self, vocab_size: int, max_positions: int | None) -> None:
-        """Check that a target could have written the texts.
-
-        Args:
-            vocab_size: number of the target's ids.
-            max_positions: number of positions that it has; None: no limit.
+        """Check that a target of so many ids and positions (None: no limit) could have written the texts.
 
         Raises:
             ConfigError: there is an id that the target does not have, or a text that is too long for it.
-
         """
         remedy = "they are another target's; delete them, or copy those of this target."
         foreign = self.token_ids[(self.token_ids < 0) | (self.token_ids >= vocab_size)]
@@ -120,7 +107,7 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
 
     Without prompts of the caller's, a sampled text begins with the target's first token alone, and a greedy one
     continues the beginning of a sampled one. With prompts, each is continued both ways; when they are used up, again at
-    temperature 1. The two texts of a beginning, or of a prompt, lie side by side, in a random order of all pairs.
+    temperature 1. The two texts of a beginning, or of a prompt, are neighbours, in a random order of all pairs.
 
     Args:
         engine: the target, without a drafter.
@@ -131,7 +118,6 @@ def write_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, longest
 
     Raises:
         ConfigError: the target has no token that begins a text, and there are no prompts; or every text is too short.
-
     """
     pairs: list[list[list[int]]] = []
     nothing: list[int] = []  # beside a sampled text whose prompt has its greedy one
@@ -209,7 +195,6 @@ def frequent_ids(texts: Texts, vocab_size: int, count: int | None) -> Tensor | N
 
     Raises:
         ConfigError: ``count`` is not from 1 to ``vocab_size``.
-
     """
     if count is None or count == vocab_size:
         return None

@@ -16,11 +16,11 @@ from tqdm.auto import tqdm
 from specdec_fast.drafters.shared.trainable import DrafterModule
 from specdec_fast.errors import ConfigError, TrainingError
 from specdec_fast.models.loading import cause_shown, why_unreadable
-from specdec_fast.training.drafter_loss import Lesson, Teacher, agreement, loss_of, padded
+from specdec_fast.training.drafter_loss import Teacher, TeacherOutput, agreement, loss_of, padded
 from specdec_fast.training.interrupts import deferred
 from specdec_fast.whole_files import replaced
 
-Loss = Callable[[Any, Tensor, Lesson, int], Tensor]
+Loss = Callable[[Any, Tensor, TeacherOutput, int], Tensor]
 
 _BETAS = (0.9, 0.95)
 LARGEST_GRADIENT = 1.0
@@ -31,52 +31,29 @@ _MOVING = 0.98  # of the loss that the bar shows
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a drafter is trained.
+class TrainingSettings:
+    """How a drafter is trained."""
 
-    Attributes:
-        epochs: number of passes over the texts.
-        batch_tokens: largest number of positions of a batch, padding included, unless one text has more.
-        learning_rate: AdamW's, at its height.
-        matrix_learning_rate: the rate, at its height, with which Muon (Jordan et al., 2024) trains the matrices of the
-            layers; AdamW trains the rest. None: AdamW trains all.
-        num_steps: number of drafted tokens in a row that are trained.
-        early_share: share of all batches, the first ones, in which only ``_EARLY_STEPS`` of them are: these cost less,
-            and most that is learnt of one token holds for the next.
-        warmup: share of all steps in which the learning rate rises.
-        seed: of the order of the texts.
-        autocast: whether to compute in bf16 where PyTorch does so by itself.
-
-    """
-
-    epochs: int = 2
-    batch_tokens: int = 2048
-    learning_rate: float = 5e-5
+    epochs: int = 2  # number of passes over the texts
+    batch_tokens: int = 2048  # largest number of positions of a batch, padding included, unless one text has more
+    learning_rate: float = 5e-5  # AdamW's, at its height
+    # the rate, at its height, with which Muon (Jordan et al., 2024) trains the matrices of the layers; AdamW trains the
+    # rest. None: AdamW trains all
     matrix_learning_rate: float | None = None
-    num_steps: int = 7
+    num_steps: int = 7  # number of drafted tokens in a row that are trained
+    # share of all batches, the first ones, in which only _EARLY_STEPS of them are: these cost less, and most that is
+    # learnt of one token holds for the next
     early_share: float = 0.0
-    warmup: float = 0.02
-    seed: int = 0
-    autocast: bool = False
+    warmup: float = 0.02  # share of all steps in which the learning rate rises
+    seed: int = 0  # of the order of the texts
+    autocast: bool = False  # whether to compute in bf16 where PyTorch does so by itself
 
 
 class Trainer:
-    """Trains one module on one list of texts; a checkpoint holds all it needs to go on.
+    """Trains one drafter on one list of texts ``[length]`` int64; a checkpoint holds all it needs to go on.
 
-    Args:
-        module: the drafter.
-        teacher: the target.
-        texts: ``[length]`` int64 each.
-        recipe: how.
-        folder: where checkpoints go.
-        loss: of the module on one batch, from token ids, the target's lesson and the number of steps.
-
-    Attributes:
-        device: where it trains.
-        step: number of steps done.
-        seconds: time spent in them.
-        loss: moving average of the loss.
-
+    ``loss`` is that of the module on one batch, from token ids, the teacher's output and the number of steps.
+    Checkpoints go into ``folder``.
     """
 
     def __init__(
@@ -84,22 +61,22 @@ class Trainer:
         module: DrafterModule,
         teacher: Teacher,
         texts: list[Tensor],
-        recipe: Recipe,
+        settings: TrainingSettings,
         folder: Path,
         loss: Loss = loss_of,
     ) -> None:
         self.module = module
-        self._teacher = teacher
-        self._texts = texts
-        self.recipe = recipe
+        self.teacher = teacher
+        self.texts = texts
+        self.settings = settings
         self._loss_of = loss
         self.device = next(module.parameters()).device
         self._state_file = folder / "training_state.pt"
-        self._optimizers = optimizers_of(module, recipe)
-        self.step = 0
-        self.seconds = 0.0
-        self.loss = math.nan
-        self.num_steps = sum(1 for epoch in range(recipe.epochs) for _ in self._batches(epoch))
+        self.optimizers = optimizers_of(module, settings)
+        self.step = 0  # steps done
+        self.seconds = 0.0  # spent in them
+        self.loss = math.nan  # moving average
+        self.num_steps = sum(1 for epoch in range(settings.epochs) for _ in self._batches(epoch))
 
     def run(self, checkpoint_seconds: float) -> None:
         """Train to the end, and write a checkpoint every so many seconds.
@@ -109,7 +86,6 @@ class Trainer:
         Raises:
             TrainingError: the loss is not finite.
             OutputError: a checkpoint cannot be written.
-
         """
         saved = monotonic()
         with tqdm(total=self.num_steps, initial=self.step, desc="train", unit="step") as bar:
@@ -128,28 +104,27 @@ class Trainer:
 
     def evaluate(self, texts: list[Tensor]) -> list[float]:
         """Return, for each drafted token in a row, how often it is the target's own choice on ``texts``."""
-        total = torch.zeros(self.recipe.num_steps, 2, dtype=torch.int64, device="cpu")
-        for token_ids, _, lesson in self.lessons(texts):
-            found = agreement(self.module, token_ids, lesson, self._steps(token_ids))
-            total[: len(found)] += found  # short texts have fewer steps
+        total = torch.zeros(self.settings.num_steps, 2, dtype=torch.int64, device="cpu")
+        for token_ids, _, output in self.teacher_outputs(texts):
+            counts = agreement(self.module, token_ids, output, self._steps(token_ids))
+            total[: len(counts)] += counts  # short texts have fewer steps
         return [agreed / max(1, count) for agreed, count in total.tolist()]
 
-    def lessons(self, texts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor, Lesson]]:
-        """Yield texts in batches: ids ``[B, L]``, lengths ``[B]``, and what the target says of them."""
-        for batch in grouped(sorted(texts, key=len), self.recipe.batch_tokens):
+    def teacher_outputs(self, texts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor, TeacherOutput]]:
+        """Yield texts in batches: ids ``[B, L]``, lengths ``[B]``, and the teacher's output for them."""
+        for batch in grouped(sorted(texts, key=len), self.settings.batch_tokens):
             token_ids, lengths = padded(batch, self.device)
-            yield token_ids, lengths, self._teacher.lesson(token_ids, lengths)
+            yield token_ids, lengths, self.teacher.output(token_ids, lengths)
 
     def save(self) -> None:
         """Write the checkpoint; an interrupt leaves the one before it.
 
         Raises:
             OutputError: it cannot be written.
-
         """
         state = {
             "module": self.module.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "seconds": self.seconds,
             "loss": self.loss,
@@ -162,8 +137,7 @@ class Trainer:
         """Go on from the checkpoint, if there is one.
 
         Raises:
-            ConfigError: it is damaged, or of another recipe, other texts or another shape.
-
+            ConfigError: it is damaged, or of other settings, other texts or another shape.
         """
         if not self._state_file.exists():
             return
@@ -181,8 +155,8 @@ class Trainer:
                 f"{str(self._state_file)!r} was written with other settings ({', '.join(others)}); {remedy}."
             )
         self.module.load_state_dict(state["module"])
-        for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.step = state["step"]
         self.seconds = state["seconds"]
         self.loss = state["loss"]
@@ -190,42 +164,41 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
         return {
-            **asdict(self.recipe),
-            **self._teacher.identity(),
-            "texts": sum(map(len, self._texts)),
+            **asdict(self.settings),
+            **self.teacher.identity(),
+            "texts": sum(map(len, self.texts)),
             "shapes": shapes,
         }
 
     def _train_on(self, batch: list[Tensor]) -> float:
         token_ids, lengths = padded(batch, self.device)
-        is_early = self.step < self.recipe.early_share * self.num_steps
-        num_steps = min(self._steps(token_ids), _EARLY_STEPS if is_early else self.recipe.num_steps)
+        is_early = self.step < self.settings.early_share * self.num_steps
+        num_steps = min(self._steps(token_ids), _EARLY_STEPS if is_early else self.settings.num_steps)
         rate = self._rate((self.step + 1) / self.num_steps)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * rate
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.autocast):
-            loss = self._loss_of(self.module, token_ids, self._teacher.lesson(token_ids, lengths), num_steps)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast):
+            loss = self._loss_of(self.module, token_ids, self.teacher.output(token_ids, lengths), num_steps)
         if not math.isfinite(value := loss.item()):
             raise TrainingError(f"the loss became {value} at step {self.step + 1}; lower the learning rate.")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), LARGEST_GRADIENT)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return value
 
     def _steps(self, token_ids: Tensor) -> int:
-        """Return the number of steps that texts of this length have."""
-        return min(self.recipe.num_steps, token_ids.shape[1] - 2)
+        return min(self.settings.num_steps, token_ids.shape[1] - 2)
 
     def _rate(self, progress: float) -> float:
         """Return the factor on the learning rate: it rises in a line, then falls as a cosine to 0."""
-        return min(progress / self.recipe.warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * progress))
+        return min(progress / self.settings.warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def _remaining(self) -> Iterator[list[Tensor]]:
         done = self.step
-        for epoch in range(self.recipe.epochs):
+        for epoch in range(self.settings.epochs):
             for batch in self._batches(epoch):
                 if done:
                     done -= 1
@@ -234,15 +207,15 @@ class Trainer:
 
     def _batches(self, epoch: int) -> Iterator[list[Tensor]]:
         """Yield the batches of one pass, in an order that the seed and the pass decide."""
-        order = torch.Generator(device="cpu").manual_seed(self.recipe.seed * 1_000_003 + epoch)
-        texts = [self._texts[i] for i in torch.randperm(len(self._texts), generator=order, device="cpu").tolist()]
-        together = max(1, _SORTED_TOGETHER * self.recipe.batch_tokens * len(texts) // max(1, sum(map(len, texts))))
+        order = torch.Generator(device="cpu").manual_seed(self.settings.seed * 1_000_003 + epoch)
+        texts = [self.texts[i] for i in torch.randperm(len(self.texts), generator=order, device="cpu").tolist()]
+        together = max(1, _SORTED_TOGETHER * self.settings.batch_tokens * len(texts) // max(1, sum(map(len, texts))))
         for start in range(0, len(texts), together):
-            batches = list(grouped(sorted(texts[start : start + together], key=len), self.recipe.batch_tokens))
+            batches = list(grouped(sorted(texts[start : start + together], key=len), self.settings.batch_tokens))
             yield from (batches[i] for i in torch.randperm(len(batches), generator=order, device="cpu").tolist())
 
 
-def optimizers_of(module: DrafterModule, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def optimizers_of(module: DrafterModule, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
     """Return AdamW for all that is learnt, or for all but the matrices of layers, and Muon for these.
 
     Muon gives every update of a matrix the same scale in all directions. Rows of an embedding or an output layer belong
@@ -252,13 +225,13 @@ def optimizers_of(module: DrafterModule, recipe: Recipe) -> list[torch.optim.Opt
     ends = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)] + module.output_layers()
     of_tokens = {id(weight) for layer in ends for weight in layer.parameters()}
     matrices = [weight for weight in learnt if weight.ndim == 2 and id(weight) not in of_tokens]
-    if recipe.matrix_learning_rate is None or not matrices:
-        return [torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=_BETAS)]
+    if settings.matrix_learning_rate is None or not matrices:
+        return [torch.optim.AdamW(learnt, lr=settings.learning_rate, betas=_BETAS)]
     chosen = {id(weight) for weight in matrices}
     others = [weight for weight in learnt if id(weight) not in chosen]
     return [
-        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=_BETAS),
-        torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=_MUON_DECAY),
+        torch.optim.AdamW(others, lr=settings.learning_rate, betas=_BETAS),
+        torch.optim.Muon(matrices, lr=settings.matrix_learning_rate, weight_decay=_MUON_DECAY),
     ]
 
 

@@ -41,26 +41,18 @@ class _Arm:
 class UpdateBandit:
     """Chooses to skip an update, to update the heads of a drafter, or all of it.
 
-    Call ``observe`` after a call of the engine, then ``choose``, then ``updated`` if something was updated.
-
-    Args:
-        time_share: of the seconds of all calls, the most that updates may take.
-
-    Attributes:
-        tokens_per_step: of the latest call; 0 before the first one.
-        seconds_serving: of all calls.
-        seconds_updating: of all updates.
-        num_tokens: emitted in all calls.
-
+    Call ``observe`` after a call of the engine, then ``choose``, then ``updated`` if something was updated. Updates
+    take ``time_share`` of the seconds of all calls at most.
     """
 
     def __init__(self, time_share: float) -> None:
         self._time_share = time_share
         self._arms = {arm: _Arm() for arm in ARMS}
         self._last: str | None = None
-        self.tokens_per_step = 0.0
-        self.seconds_serving = self.seconds_updating = 0.0
-        self.num_tokens = 0
+        self.tokens_per_step = 0.0  # of the latest call
+        self.seconds_serving = 0.0  # of all calls
+        self.seconds_updating = 0.0  # of all updates
+        self.num_tokens = 0  # emitted in all calls
 
     @property
     def seconds_left(self) -> float:
@@ -70,11 +62,7 @@ class UpdateBandit:
     def observe(self, tokens_per_step: float, num_tokens: int, seconds: float) -> None:
         """Learn what a call showed of the arm that was taken before it.
 
-        Args:
-            tokens_per_step: that a sequence emitted in a step, on average.
-            num_tokens: emitted by all sequences.
-            seconds: of the call.
-
+        ``tokens_per_step`` is what a sequence emitted in a step, on average; all sequences emitted ``num_tokens``.
         """
         if self.tokens_per_step and self._last is not None:
             for arm in self._arms.values():
@@ -91,11 +79,9 @@ class UpdateBandit:
         self.seconds_serving += seconds
 
     def choose(self, tokens_ahead: int) -> str:
-        """Return the arm whose update is expected to save the most seconds, its own subtracted.
+        """Return the arm whose update is expected to save the most seconds, those of the update subtracted.
 
-        Args:
-            tokens_ahead: that the engine is still expected to emit.
-
+        ``tokens_ahead`` is how many tokens the engine is still expected to emit.
         """
         saved = {arm: self._seconds_saved(arm, tokens_ahead) for arm in ARMS if self._is_affordable(arm)}
         self._last = max(saved, key=saved.__getitem__)
@@ -121,10 +107,10 @@ class UpdateBandit:
 
     def _bound(self, arm: str) -> float:
         """Return the upper confidence bound on the gain of an arm; that of an arm never taken exceeds all others."""
-        own = self._arms[arm]
+        chosen = self._arms[arm]
         arms = self._arms.values()
-        if not own.count:
+        if not chosen.count:
             return 0.0 if arm == SKIP else 1.0
         total = sum(each.count for each in arms)
         deviation = max(_LEAST_DEVIATION, sqrt(max(0.0, sum(each.spread for each in arms)) / total))
-        return own.mean + deviation * sqrt(2 * log(max(total, 1.0)) / own.count)
+        return chosen.mean + deviation * sqrt(2 * log(max(total, 1.0)) / chosen.count)

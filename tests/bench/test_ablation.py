@@ -34,6 +34,7 @@ def test_ablation_end_to_end(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
 
 
+@pytest.mark.grid
 def test_ablation_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "ablation.png"

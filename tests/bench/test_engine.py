@@ -13,7 +13,7 @@ from specdec_fast import Engine
 from support.engine_bench import DEFAULT, SMOKE, run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param(None, id="whole run", marks=pytest.mark.grid)])
 def smoke(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "out.json"
     bench.main([*SMOKE, "--batch-sizes", "1,3", "--num-draft-tokens", "2,4", "--json", str(path)])

@@ -54,6 +54,7 @@ def test_a_wrong_oracle_fails_fp32_and_is_reported_in_bf16(capsys, monkeypatch):
     assert "50.0%*" in text
 
 
+@pytest.mark.grid
 def test_which_methods_are_compared_with_the_reference(monkeypatch):
     for name, peer in PEERS.items():  # whether they are installed or not
         monkeypatch.setitem(PEERS, name, replace(peer, make=lambda workload, models: print))

@@ -19,7 +19,7 @@ from support import gpu_tasks
 from support.gpu_check import METHODS, TASKS, main, result_of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param(None, id="whole run", marks=pytest.mark.grid)])
 def smoke(tmp_path_factory):
     """One whole run: its exit status and its file. ``test_gpu_fused_linears.py`` is about a part that takes long."""
     if not INTERPRETING or all_ops()["paged_attention"].why_unavailable("cpp"):
@@ -32,7 +32,6 @@ def smoke(tmp_path_factory):
 # What a run reports
 
 
-@pytest.mark.grid
 def test_every_task_reports(smoke):
     status, content = smoke
     assert status == 0

@@ -31,6 +31,7 @@ def compared():
     return progress.result
 
 
+@pytest.mark.grid
 def test_equal_bits_are_green():
     found = compared()
     assert not found["failures"]
@@ -43,6 +44,7 @@ def test_equal_bits_are_green():
         assert "microseconds" not in row, "interpreted kernels are not timed"
 
 
+@pytest.mark.grid
 def test_other_bits_are_red(monkeypatch):
     module = importlib.import_module("specdec_fast.program.triton.executor")
     make = module.fused_step

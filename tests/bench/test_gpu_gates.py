@@ -107,6 +107,7 @@ def test_kernel_gates_reject(op, function, what, why, on_cpp):
     assert any(failure["what"].startswith(what) and why in failure["why"] for failure in failures), failures
 
 
+@pytest.mark.grid
 def test_matrices_of_one_launch_must_have_the_bits_of_a_launch_for_each(monkeypatch):
     if not INTERPRETING:
         pytest.skip("needs the Triton kernels on the CPU")
@@ -164,6 +165,7 @@ def test_graphs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     assert any(why.startswith("the target has no graphs") for why in whys)
 
 
+@pytest.mark.grid
 def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
     generate = Engine.generate
 
@@ -183,6 +185,7 @@ def test_another_token_is_red_unless_the_best_logits_are_near(monkeypatch):
     assert not result_of("equivalence")["failures"]
 
 
+@pytest.mark.grid
 def test_programs_that_change_tokens_or_are_missing_are_red(monkeypatch):
     if all_ops()["linear"].why_unavailable("cpp"):
         pytest.skip("a CPU has programs in C++ only")

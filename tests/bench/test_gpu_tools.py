@@ -17,8 +17,8 @@ from bench.common.references import attention_in_float64
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_.flash_references import FLASH_REFERENCES
+from bench.op_cases import OP_CASES
 from specdec_fast import Engine, SamplingParams
-from specdec_fast.ops import all_ops
 from specdec_fast.ops.paged_attention import paged_attention
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.op_cases import attention_by_hand
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def test_fp64_reference_is_the_definition():
-    for case in all_ops()["paged_attention"].cases():
+    for case in OP_CASES["paged_attention"].cases:
         args = case.make(torch.Generator().manual_seed(0), torch.float32, CPU)
         torch.testing.assert_close(attention_in_float64(**args), attention_by_hand(**args), rtol=0, atol=1e-14)
 
@@ -147,6 +147,6 @@ def test_forward_meter_reads_the_events_of_a_gpu(monkeypatch):
 
 
 def test_cases_are_the_same_on_every_device():
-    make = partial(gpu_kernels.make_case, next(iter(all_ops()["verify_chain"].cases())), torch.float32, 3)
+    make = partial(gpu_kernels.make_case, OP_CASES["verify_chain"].cases[0], torch.float32, 3)
     assert gpu_kernels.same_bits(make(CPU), make(CPU))
     assert not gpu_kernels.same_bits(make(CPU), {**make(CPU), "logits": -make(CPU)["logits"]})

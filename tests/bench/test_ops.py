@@ -12,6 +12,7 @@ import torch
 from bench import ops
 from bench.common import correctness_gate as agreement
 from bench.common.references import argmax_and_compare, sdpa_dense
+from bench.op_cases import OP_CASES
 from specdec_fast.ops import all_ops
 from specdec_fast.ops.paged_attention import paged_attention
 from specdec_fast.ops.verify_chain import verify_chain
@@ -25,7 +26,7 @@ def _small_copy(monkeypatch):
 
 
 def subject(op, case, dtype=torch.float32):
-    case = next(c for c in all_ops()[op].benchmarks() if c.name == case)
+    case = next(c for c in OP_CASES[op].benchmarks if c.name == case)
     return ops.Subject(all_ops()[op], case, dtype, CPU, ("torch",))
 
 
@@ -115,13 +116,13 @@ def is_in_slice(op, number):
 BENCHMARKS = [
     pytest.param(op, case, id=f"{op.name}-{case.name}", marks=() if is_in_slice(op, number) else pytest.mark.grid)
     for op in all_ops().values()
-    for number, case in enumerate(op.benchmarks())
+    for number, case in enumerate(OP_CASES[op.name].benchmarks)
 ]
 
 
 def test_every_op_has_benchmarks_with_names_of_their_own():
-    for op in all_ops().values():
-        names = [case.name for case in op.benchmarks()]
+    for op in OP_CASES.values():
+        names = [case.name for case in op.benchmarks]
         assert names
         assert len(set(names)) == len(names)
 
@@ -138,7 +139,7 @@ def test_benchmarks_keep_the_contract(op, case, monkeypatch):
     args = case.make(torch.Generator().manual_seed(0), torch.bfloat16, CPU)
     op.check(**args)
     assert case.why
-    assert op.bytes_moved(**args) > 0
+    assert OP_CASES[op.name].bytes_moved(**args) > 0
 
 
 # A reference is of use only if it does the same work.
@@ -161,7 +162,7 @@ def test_plain_acceptance_is_the_same():
 
 @pytest.mark.parametrize("op", ["paged_attention", "verify_chain"])
 def test_no_reference_where_it_does_not_apply(op):
-    ragged = next(case for case in all_ops()[op].cases() if case.name in ("verify", "ragged"))
+    ragged = next(case for case in OP_CASES[op].cases if case.name in ("verify", "ragged"))
     args = ragged.make(torch.Generator().manual_seed(0), torch.float32, CPU)
     assert ops.prepare_reference(op, args) == {}
 

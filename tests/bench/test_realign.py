@@ -120,6 +120,7 @@ def test_no_speed_when_a_method_is_wrong(arguments, monkeypatch, capsys):
     assert "milliseconds" not in out
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("_no_new_processes")
 def test_no_speed_when_a_decoding_run_is_wrong(arguments, monkeypatch, capsys):
     def wrong_only_when_decoding(layers, moves, num_columns):
@@ -222,6 +223,7 @@ def test_options_that_cannot_be_served(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("_no_new_processes")
 def test_plot(arguments, tmp_path, capsys):
     pytest.importorskip("matplotlib")

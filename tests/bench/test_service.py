@@ -13,6 +13,7 @@ SMALL = ["--pair", "smoke", "--num-prompts", "6", "--max-new-tokens", "10", "--p
          "--streams", "3", "--batch-size", "2", "--num-draft-tokens", "2", "--seconds", "0.1"]  # fmt: skip
 
 
+@pytest.mark.grid
 def test_service_end_to_end(tmp_path, capsys):
     file = tmp_path / "service.json"
     service.main([*SMALL, "--json", str(file), "--http"])
@@ -28,6 +29,7 @@ def test_service_end_to_end(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
 
 
+@pytest.mark.grid
 def test_no_speed_of_wrong_tokens(monkeypatch):
     original = AsyncEngine.stream
 

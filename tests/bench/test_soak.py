@@ -14,6 +14,7 @@ SMALL = ["--pair", "smoke", "--num-prompts", "6", "--max-new-tokens", "24", "--p
          "--batch-size", "3", "--engines", "model-exspec,ngram-eqspec", "--fault-probability", "0.02"]  # fmt: skip
 
 
+@pytest.mark.grid
 def test_soak_end_to_end(tmp_path, capsys):
     file = tmp_path / "soak.json"
     soak.main([*SMALL, "--seconds", "3", "--json", str(file)])

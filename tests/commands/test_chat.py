@@ -154,6 +154,7 @@ chat.Event, Engine.stream = Noted, waits
 """
 
 
+@pytest.mark.grid
 def test_at_a_terminal(template):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()

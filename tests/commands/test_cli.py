@@ -18,12 +18,16 @@ from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.equivalence.report import Models
 from specdec_fast.ops import BACKENDS, all_ops, registry
 from support.commands import DRAFT, TARGET, options_of, run_generate, run_verify, write_lines
+from support.grids import grid
 
 
 # Both schedulers, with and without drafting, more prompts than a batch holds, each backend of a CPU.
 @pytest.mark.parametrize(
     ("method", "batch_size", "k", "backend"),
-    [("exspec", 8, 5, "auto"), ("eqspec", 2, 3, "torch"), ("exspec", 1, 0, "auto"), ("exspec", 2, "auto", "auto")],
+    grid(
+        [("exspec", 8, 5, "auto"), ("eqspec", 2, 3, "torch"), ("exspec", 1, 0, "auto"), ("exspec", 2, "auto", "auto")],
+        keep=[("exspec", 8, 5, "auto"), ("exspec", 2, "auto", "auto")],
+    ),
 )
 def test_demo_ends_in_one_json_line(capsys, method, batch_size, k, backend):
     options = {"method": method, "batch-size": batch_size, "num-draft-tokens": k, "backend": backend}
@@ -172,6 +176,7 @@ def test_runs_as_a_module():
     assert (ended.returncode, ended.stdout) == (0, f"specdec-fast {sd.__version__}\n"), ended.stderr
 
 
+@pytest.mark.grid
 def test_a_reader_that_leaves_is_no_error():
     """As ``doctor | head -1`` does. A short output is only written when the command has ended."""
     code = "import sys; sys.stdin.read(); from specdec_fast.cli import main; sys.exit(main(['doctor']))"

@@ -87,6 +87,7 @@ ResultFile.add = killed
 """
 
 
+@pytest.mark.grid
 def test_a_killed_process_is_resumed(folder, whole, monkeypatch):
     argv = ["generate", *PAIR, *OPTIONS, "--prompts", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
     assert child(KILLED, argv).returncode == -signal.SIGKILL

@@ -46,16 +46,16 @@ def signalled(monkeypatch):
     """A function that lets a signal come in the third batch that the target explains."""
 
     def arrange(number):
-        lesson, num_lessons = Teacher.lesson, 0
+        output, num_batches = Teacher.output, 0
 
         def noted(*arguments):
-            nonlocal num_lessons
-            num_lessons += 1
-            if num_lessons == 3:
+            nonlocal num_batches
+            num_batches += 1
+            if num_batches == 3:
                 signal.raise_signal(number)
-            return lesson(*arguments)
+            return output(*arguments)
 
-        monkeypatch.setattr(Teacher, "lesson", noted)
+        monkeypatch.setattr(Teacher, "output", noted)
 
     return arrange
 
@@ -120,16 +120,16 @@ def test_a_disk_that_is_full_when_a_file_takes_its_place(whole, tmp_path, capsys
 
 
 def test_a_training_that_diverges_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
-    lesson = Teacher.lesson
+    output = Teacher.output
 
     def broken(self, *arguments):
-        found = lesson(self, *arguments)
-        found.probabilities.fill_(torch.nan)
-        return found
+        computed = output(self, *arguments)
+        computed.probabilities.fill_(torch.nan)
+        return computed
 
     saved = []
     monkeypatch.setattr(Trainer, "save", saved.append)
-    monkeypatch.setattr(Teacher, "lesson", broken)
+    monkeypatch.setattr(Teacher, "output", broken)
     assert main(argv_of(tmp_path)) == 2
     assert "the loss became nan at step 1" in capsys.readouterr().err
     assert not saved

@@ -14,6 +14,7 @@ from specdec_fast.equivalence.compare import best_logits, transformers_greedy
 from support.commands import DRAFT, EAGLE3, TARGET, options_of, run_verify
 
 
+@pytest.mark.grid
 def test_verify_reports_every_setting_and_what_it_is_worth(in_folder, capsys, prompt_ids):
     options = {"batch-sizes": "1 2", "num-draft-tokens": "0 2", "dtypes": "float32 bfloat16", "seed": 4}
     options |= {"draft": f"{DRAFT} ngram", "sampling": "greedy temperature=0.7,top_p=0.9", "max-new-tokens": 3}

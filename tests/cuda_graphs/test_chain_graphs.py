@@ -9,7 +9,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.ops.registry import all_ops
 from support.eagle3 import write_checkpoint
-from support.grids import diagonal
+from support.grids import combinations, grid
 from support.models import VOCAB_SIZE
 from support.mtp import Case
 from support.repeated import waits
@@ -42,6 +42,10 @@ def models(request, tmp_path, hugging_face_model):
     return hugging_face_model, f"eagle3:{tmp_path}"
 
 
+one_model = pytest.mark.parametrize("models", grid(KINDS, keep=["own ids"]), indirect=True)
+few_models = pytest.mark.parametrize("models", grid(KINDS, keep=["own ids", "mtp"]), indirect=True)
+
+
 def recorded(engine):
     """Let an engine note the draft tokens of its steps."""
     drafts, drafter = [], engine.core.drafter
@@ -56,7 +60,8 @@ def recorded(engine):
     return drafts
 
 
-@diagonal(params={"greedy": GREEDY, "mixed": PARAMS}, method=["eqspec", "exspec"])
+@few_models
+@combinations(params={"greedy": GREEDY, "mixed": PARAMS}, method=["eqspec", "exspec"])
 def test_graphs_draft_what_single_forwards_draft(models, params, method, graphs_on_cpu):
     found = []
     for eager in (True, False):
@@ -72,6 +77,7 @@ def test_graphs_draft_what_single_forwards_draft(models, params, method, graphs_
     assert found[1:] == found[:1] * 3
 
 
+@one_model
 def test_a_long_context_is_drafted_by_the_graphs_of_a_short_one(models, graphs_on_cpu):
     """The second call has positions behind those for which the tables were made when graphs were recorded."""
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
@@ -91,6 +97,7 @@ def test_penalised_sequences_are_drafted_without_a_graph(models, graphs_on_cpu, 
     assert engine.describe()["draft"]["graphs_captured"] == 0
 
 
+@one_model
 def test_a_step_of_a_drafter_does_not_wait_to_be_launched(models, monkeypatch, graphs_on_cpu):
     if all_ops()["linear"].why_unavailable("cpp") is not None:
         pytest.skip("PyTorch's ops wait")

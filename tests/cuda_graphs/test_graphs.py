@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, after
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_host
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.kv_cache.forward_layout import decode_batches, lay_out, lay_out_on_host
 from specdec_fast.runner.drafting import chosen_tokens
 from specdec_fast.runner.graphs import store
 from specdec_fast.runner.graphs.capture import Captured
+from specdec_fast.trees.rows import rows_of_trees
 from support.graphs import LIMITS, OWNERS, Everything, batches, eagerly, opened_pool
 from support.models import VOCAB_SIZE
 

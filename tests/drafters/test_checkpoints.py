@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -33,26 +35,48 @@ def test_lazy_signs_are_resolved(tmp_path):
     assert torch.equal(found, WEIGHTS["a"])
 
 
+PICKLED = pickle.dumps({"fc.weight": 1})
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
-@pytest.mark.parametrize("content", [None, b"", b"damaged"], ids=["missing", "empty", "damaged"])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"damaged", PICKLED, PICKLED[:9]],
+    ids=["missing", "empty", "damaged", "plain pickle", "cut"],
+)
 def test_a_file_that_cannot_be_read(tmp_path, name, content):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(sd.ConfigError, match=f"cannot read the weights in .*{name}"):
+    with pytest.raises(sd.ConfigError, match=rf"cannot read the weights in .*{name}': [\w\[]") as raised:
         read_tensors(tmp_path / name)
+    assert "weights_only" not in str(raised.value)
 
 
-@pytest.mark.parametrize("content", [[torch.ones(2)], {"a": 1.5}], ids=["list", "number"])
-def test_something_else_than_tensors_by_name(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": torch.eye(2).to_sparse()}, "a is no dense tensor with memory"),
+        ({"a": torch.eye(2, device="meta")}, "a is no dense tensor with memory"),
+        ({"a": 1.5}, "a is no dense tensor with memory; expected dense tensors by name"),
+        ({1: torch.eye(2)}, "holds a dict; expected tensors by name"),
+        ([torch.ones(2)], "holds a list; expected tensors by name"),
+    ],
+    ids=["sparse", "meta", "number", "number as name", "list"],
+)
+def test_something_else_than_tensors_by_name(tmp_path, content, message):
     torch.save(content, tmp_path / "w.bin")
-    with pytest.raises(sd.ConfigError, match=r"expected (dense )?tensors by name"):
+    with pytest.raises(sd.ConfigError, match=message):
         read_tensors(tmp_path / "w.bin")
 
 
 def test_code_does_not_run(tmp_path):
     torch.save({"a": SimpleNamespace(harmful=print)}, tmp_path / "w.bin")
-    with pytest.raises(sd.ConfigError, match="cannot read the weights"):
+    message = "cannot read the weights .*it holds types.SimpleNamespace, and only tensors are read"
+    with pytest.raises(sd.ConfigError, match=message) as raised:
         read_tensors(tmp_path / "w.bin")
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "weights_only` set to `False`" not in shown, "PyTorch's advice to run the code"
 
 
 def test_a_sharded_target_is_refused():

@@ -15,6 +15,7 @@ from specdec_fast.drafters import DRAFTERS
 from specdec_fast.drafters.ngram.drafter import NgramDrafter, NgramIndex
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from support.demo import MAX_NEW_TOKENS
+from support.grids import each_value_once
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -84,6 +85,7 @@ class Compared(NgramDrafter):
         return draft
 
 
+@each_value_once
 @pytest.mark.parametrize(("method", "batch_size"), [("eqspec", 3), ("exspec", 4), ("exspec", 1)])
 @pytest.mark.parametrize(("num_draft_tokens", "skipped_steps"), [(1, ()), (4, ()), (4, (0, 2, 3))])
 def test_whole_runs(monkeypatch, target, prompt_ids, expected, method, batch_size, num_draft_tokens, skipped_steps):
@@ -93,7 +95,7 @@ def test_whole_runs(monkeypatch, target, prompt_ids, expected, method, batch_siz
     outputs = engine.generate(prompt_ids, PARAMS)
     assert [output.token_ids for output in outputs] == expected
     assert engine.drafter.num_compared > engine.drafter.num_proposed / num_draft_tokens > 0
-    assert not engine.drafter._indexes, "released sequences leave nothing behind"
+    assert not engine.drafter.indexes, "released sequences leave nothing behind"
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 5])
@@ -112,9 +114,9 @@ def test_interrupted_call_drops_its_indexes(target, prompt_ids):
     engine = sd.Engine(target, "ngram", max_batch_size=2)
     stream = engine.stream(prompt_ids, PARAMS)
     next(stream)
-    assert engine.drafter._indexes
+    assert engine.drafter.indexes
     stream.close()
-    assert not engine.drafter._indexes
+    assert not engine.drafter.indexes
 
 
 class Counted(list):
@@ -152,4 +154,4 @@ def test_memory_is_three_entries_a_token(tokens):
     index = NgramIndex()
     for length in range(1, len(tokens) + 1):
         index.propose(tokens[:length], 1)
-    assert sum(map(len, index._tables.values())) <= 3 * len(tokens)
+    assert sum(map(len, index.tables.values())) <= 3 * len(tokens)

@@ -11,7 +11,7 @@ import specdec_fast as sd
 from support.demo import MAX_NEW_TOKENS
 from support.dflash import write_checkpoint as write_dflash
 from support.eagle3 import write_checkpoint as write_eagle3
-from support.grids import diagonal
+from support.grids import combinations
 from support.models import tiny_model
 from support.source_tree import PACKAGE, shown
 from support.specblock import write_checkpoint as write_specblock
@@ -31,7 +31,7 @@ def _meta():
 
 
 @pytest.mark.usefixtures("_meta")
-@diagonal(
+@combinations(
     drafter=["model", "ngram"],
     settings={"program": {}, "eager": {"enforce_eager": True}, "torch": {"backend": "torch"}},
 )

@@ -165,6 +165,17 @@ def neighbours_place(original, pool, rows, ahead=None):
     return spans._replace(spans=[(place, *span[1:]) for place, span in zip(moved, spans.spans, strict=True)])
 
 
+# K 2, so that full acceptances occur; no poison, so that stale entries look as they do in service.
+BROKEN = {"max_batch_size": 3, "method": "eqspec", "num_draft_tokens": 2, "poison": False}
+
+
+@pytest.fixture(scope="module")
+def holding(pair):
+    """Check once that the same runs break nothing by themselves."""
+    for enforce_eager in (False, True):
+        run(checked(pair, **BROKEN, enforce_eager=enforce_eager))
+
+
 @pytest.mark.parametrize(
     ("owner", "method", "mutation", "invariant"),
     [
@@ -182,12 +193,8 @@ def neighbours_place(original, pool, rows, ahead=None):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_broken_step_is_caught(pair, owner, method, mutation, invariant):
-    # K 2, so that full acceptances occur; no poison, so that stale entries look as they do in service
-    config = {"max_batch_size": 3, "method": "eqspec", "num_draft_tokens": 2, "poison": False}
-    config["enforce_eager"] = method == "lay_out"  # else a program lays out its rows by itself
-    whole, broken = (checked(pair, **config) for _ in range(2))
-    run(whole)
+def test_broken_step_is_caught(pair, holding, owner, method, mutation, invariant):
+    broken = checked(pair, **BROKEN, enforce_eager=method == "lay_out")  # a program lays out its rows by itself
     with patched(owner, method, mutation), pytest.raises(AssertionError, match=invariant):
         run(broken)
 

@@ -10,6 +10,7 @@ import specdec_fast as sd
 from specdec_fast.batch.sampling_batch import Sampling, after
 from specdec_fast.model_arguments import cache_argument
 from support.demo import MAX_NEW_TOKENS
+from support.grids import grid
 from support.models import tiny_model, truncated_copy
 from support.sampling_by_hand import token_by_hand
 
@@ -42,7 +43,7 @@ def sampled_by_hand(model, prompt, params, stop_ids):
     return token_ids[len(prompt) :]
 
 
-@each_rule
+@pytest.mark.parametrize("rule", grid(RULES, keep=["plain", "all"]))
 def test_tokens_are_those_of_the_definition(target, draft, prompt_ids, rule):
     prompts, params = prompt_ids[4 : 4 + NUM_PROMPTS], params_of(rule)
     engine = sd.Engine(target, draft, max_batch_size=3)
@@ -54,7 +55,7 @@ def test_tokens_are_those_of_the_definition(target, draft, prompt_ids, rule):
 
 
 # Every drafter, K from none to more than is accepted, batches that do and do not hold all; greedy neighbours too.
-@each_rule
+@pytest.mark.parametrize("rule", grid(RULES, keep=["top_p", "greedy_with_penalty"]))
 def test_drafter_k_batch_and_scheduler_change_nothing(target, draft, prompt_ids, rule):
     prompts, params = prompt_ids[4 : 4 + NUM_PROMPTS], params_of(rule, logprobs=True)
     alone = sd.Engine(target, None, max_batch_size=1, deterministic=True).generate(prompts, params)

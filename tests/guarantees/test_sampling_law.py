@@ -36,8 +36,8 @@ RULES = {
 
 
 def trials(backend: str) -> int:
-    """200,000 where compiled code draws; the oracle's loops and interpreted kernels take a thousand times as long."""
-    return 200 if backend in INTERPRETED else 1_500 if backend == "torch" else 200_000
+    """100,000 where compiled code draws; the oracle's loops and interpreted kernels take a thousand times as long."""
+    return 200 if backend in INTERPRETED else 1_500 if backend == "torch" else 100_000
 
 
 class Chain:
@@ -115,7 +115,7 @@ class Chain:
     ("backend", "rule", "speculate"),
     grid(
         [*(("cpp", rule, True) for rule in RULES), ("cpp", "together", False), ("torch", "together", True)],
-        keep=lambda setting: setting[:2] == ("cpp", "together"),
+        keep=[("cpp", "together", True)],
     ),
 )
 def test_texts_follow_the_law(backend, rule, speculate):

@@ -10,9 +10,9 @@ import torch
 
 import specdec_fast as sd
 from bench.common.tiny_models import tiny_model as tiny_default_model
-from specdec_fast.runner import eager as eager_runner
+from specdec_fast.runner import verification
 from specdec_fast.runner.verification import Outcome, Verification
-from support.grids import diagonal, each_value_once, grid
+from support.grids import combinations, each_value_once, grid
 from support.invariants import CheckedEngine
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model
 from support.scripted_trees import RandomTrees
@@ -51,7 +51,7 @@ def trees_for(expected, **settings):
     return RandomTrees([token_ids for token_ids, _ in expected], **settings)
 
 
-@diagonal(model=MODELS, dtype=DTYPES, batch_size=[1, 3, 8, 32], eager=[False, True])
+@combinations(model=MODELS, dtype=DTYPES, batch_size=[1, 3, 8, 32], eager=[False, True])
 def test_trees_have_the_bits_of_plain_decoding(model, dtype, batch_size, eager):
     target, count = model_of(model).to(dtype), min(batch_size + 2, 16)
     settings = {"page_size": 4, "enforce_eager": eager}
@@ -128,13 +128,13 @@ def moves_within_a_page(original, tensor, table, cu_moves, sources, destinations
     original(tensor, table, cu_moves, sources, (sources // size * size + destinations % size).int())
 
 
-def emission_in_row_order(original, verification):
+def emission_in_row_order(original, verified):
     """Emit the tokens chosen at a sequence's first rows, as in a chain."""
-    outcome = original(verification)
+    outcome = original(verified)
     if outcome.paths is None:
         return outcome
-    chosen, firsts = verification.results[0].tolist(), [0]
-    for count in verification.counts:
+    chosen, firsts = verified.results[0].tolist(), [0]
+    for count in verified.counts:
         firsts.append(firsts[-1] + count)
     emissions = [
         [*chosen[first : first + len(path)], own[-1]]
@@ -180,8 +180,8 @@ def test_mistakes_change_an_output(small, monkeypatch, where, mistake):
         right = Verification.outcome
         monkeypatch.setattr(Verification, "outcome", lambda self: mistake(right, self))
     elif where == "rows_of_trees":
-        right = eager_runner.rows_of_trees
-        monkeypatch.setattr(eager_runner, where, lambda *args: mistake(right, *args))
+        right = verification.rows_of_trees
+        monkeypatch.setattr(verification, where, lambda *args: mistake(right, *args))
     else:
         mutate_ops(monkeypatch, engines[1], **{where: mistake})
     assert decode(engines[1], 6) != expected

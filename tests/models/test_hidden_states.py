@@ -14,7 +14,7 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import resolve
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.ragged_model import RaggedModel
-from support.grids import diagonal
+from support.grids import combinations
 from support.models import CONFIGS, VOCAB_SIZE, tiny_model
 from support.programs import CPU, DTYPES, needs_programs
 
@@ -80,7 +80,7 @@ def distances(found, truth):
 
 
 @pytest.mark.parametrize("executor", [pytest.param("program", marks=needs_programs), "pytorch"])
-@diagonal(dtype=DTYPES, architecture=list(CONFIGS))
+@combinations(dtype=DTYPES, architecture=list(CONFIGS))
 def test_taps_are_the_hidden_states_of_the_unmodified_model(architecture, dtype, executor):
     """At most twice as far from the fp64 model as PyTorch's own; and far from the taps beside them."""
     model = tapped_model(tiny_model(architecture).to(dtype), ALL, executor)

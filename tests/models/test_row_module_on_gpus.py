@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.ops import resolve
 from specdec_fast.program import executors
@@ -14,6 +13,7 @@ from specdec_fast.program.executors import Programs
 from specdec_fast.runner import row_module
 from specdec_fast.runner.graphs.capture import CAPTURES
 from specdec_fast.runner.row_module import RowModule
+from specdec_fast.trees.rows import rows_of_trees
 from support.eagle3 import write_checkpoint
 from support.grids import grid
 from support.models import tiny_model, truncated_copy
@@ -40,7 +40,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(row_module, "executor_for", lambda ops, device: (launching, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", grid([torch.float32, torch.float16], keep=[torch.float32]), ids=str)
 def test_launches_compute_what_pytorch_computes(dtype, on_gpu):
     """Chains and a tree, logits of all rows and of some."""
     function, found = function_of(dtype), []
@@ -74,9 +74,10 @@ def test_inputs_of_another_size_are_refused(on_gpu):
         module.device_program(batch, pool, None)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", grid([0.0, 1.0], [0.0]))
 def test_eagle3_drafts_with_launches_in_a_graph(tmp_path, temperature, on_gpu, monkeypatch):
-    """The whole side of a step: projection, launches, choices."""
+    """A whole phase of a step: projection, launches, choices."""
     model = truncated_copy(tiny_model("qwen3"), 2)
     write_checkpoint(tmp_path, model)
     prompts, params = [[5, 9, 2], [7, 3]], sd.SamplingParams(max_new_tokens=6, temperature=temperature, seed=3)

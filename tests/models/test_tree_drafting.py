@@ -8,6 +8,7 @@ import torch
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.program.executors import TokenChoice, TreeRules
 from specdec_fast.runner.row_module import RowModule
+from specdec_fast.trees.parents import depths_of
 from support.programs import needs_programs
 from support.row_modules import OPS, VOCAB, WIDTH, function_of, pool_of
 
@@ -29,10 +30,7 @@ def test_trees_keep_to_their_limits():
     drafted = draft(TreeRules([1, 4], [5, 7], 3, [], [], 0.5))
     assert drafted.counts == [3, 7]  # one level of three children; seven nodes on four levels
     assert drafted.parents[:3].tolist() == [-1, -1, -1]
-    depths = []
-    for parent in drafted.parents[3:].tolist():
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    assert max(depths) <= 4
+    assert max(depths_of(drafted.parents[3:].tolist())) <= 4
     assert (drafted.scores <= 0).all()
 
 

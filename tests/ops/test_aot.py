@@ -11,6 +11,7 @@ import pytest
 
 from bench.aot import modules_named
 from bench.aot_.machine_code import Figures, worse
+from specdec_fast.triton_kernels import kernel_modules
 from support.compiler import Compiler
 from support.op_checks import TRITON_FUNCTIONS
 from support.source_tree import ROOT
@@ -18,16 +19,27 @@ from support.source_tree import ROOT
 triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the compiler
-# ``make test`` compiles every kernel for one target and one type of numbers, and slow ones in few variants.
-SLOW = r"paged_attention\.|sampling\.threshold_|linear\.|fused_linears\.|linear_attention_rows\."
-FEW_LINEARS = r"linear\.bf16_(1024x151936_64x16|unaligned)$"
-SLICE = rf"(?!{SLOW}|.*(fp16|fp32|32bit)_)|paged_attention\.bf16_dim128_group4$|sampling\.threshold_bf16_32_"
-SLICE += r"|linear_attention_rows\.bf16_(gated_delta_128x128|mamba_128x64)"
-SLICE += rf"|{FEW_LINEARS}|fused_linears\.0\.6b_1024x3072_3072_begin_end"
+# ``make test`` compiles a few variants of every file for one target, but no generated kernels, which take long.
+FEW = {
+    "append_kv": r"bf16_(8x128|within_3x20)",
+    "compact_kv": "bf16_",
+    "conv_rows": "bf16_",
+    "grouped_linear": r"bf16_(768|67_transposed_bias_unaligned)",
+    "linear": r"bf16_(1024x151936_64x16|unaligned)",
+    "linear_attention_rows": "bf16_gated_delta_128x128",
+    "noise_words": "tokens",
+    "paged_attention": "bf16_dim128_group4$",
+    "realign_kv": r"16bit_dim(20|128)$",
+    "sampling": r"(rows_trees|pick_50_tiles|draw_bf16_odd_vocabulary)",
+    "selective_scan_rows": "bf16_",
+    "verify_chain": r"(chunk_bf16_|accept_19_chunks|walk)",
+}
+SLICE = "|".join(rf"{file}\.{names}" for file, names in FEW.items())
 DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x|.*_rows\."  # takes half a second for each
+KERNEL_FILES = [module.__name__ for module in kernel_modules()]
 REPORTS = [
-    pytest.param((("sm_90",), SLICE, DISASSEMBLED), id="slice"),
-    pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), "", ""), id="all", marks=pytest.mark.grid),
+    pytest.param((("sm_90",), KERNEL_FILES, SLICE, DISASSEMBLED), id="slice"),
+    pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), [], "", ""), id="all", marks=pytest.mark.grid),
 ]
 BASELINE = ROOT / "bench/results/aot.json"
 
@@ -42,9 +54,10 @@ def run_aot(compiler: Compiler, *options: str) -> tuple[int, dict[str, Any]]:
 @pytest.fixture(scope="session", params=REPORTS)
 def report(request: pytest.FixtureRequest, compiler: Compiler) -> dict[str, Any]:
     """One run over all kernels, compared with the committed one if that is of this Triton."""
-    targets, kernels, instructions = request.param
+    targets, modules, kernels, instructions = request.param
     jobs = "1" if kernels else str(os.cpu_count() or 1)  # few are compiled sooner than a process starts
     options = ["--targets", ",".join(targets), "--kernels", kernels, "--instructions", instructions, "--jobs", jobs]
+    options += ["--modules", ",".join(modules)] if modules else []
     if json.loads(BASELINE.read_text())["triton"] == triton.__version__:
         options += ["--baseline", str(BASELINE)]
     returncode, result = run_aot(compiler, *options)
@@ -69,10 +82,12 @@ def test_the_committed_report_has_every_kernel():
     assert known == {(kernel, target) for kernel in kernels for target in ("sm_80", "sm_90", "sm_100", "gfx942")}
 
 
-def test_every_kernel_file_is_compiled_for_every_target(report):
+def test_every_kernel_file_is_compiled_for_every_target(report, request):
     compiled = {(row["kernel"].split(".")[0], row["target"]) for row in report["kernels"]}
     files = {module.rpartition(".")[2] for module, _ in TRITON_FUNCTIONS.values()}
-    files |= {"sampling", "fused_linears"}  # the former is part of verify_chain; of the latter the source is generated
+    files.add("sampling")  # part of verify_chain
+    if request.node.callspec.id == "all":
+        files.add("fused_linears")  # generated
     assert compiled == {(file, target) for file in files for target in report["targets"]}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
+from support.grids import each_value_once
 from support.op_checks import assert_agrees, assert_rows_independent, long_prefill
 from support.tile_arithmetic import by_the_manual, cancelling, one_chain
 
@@ -101,6 +102,7 @@ def prompts(head_dim: int, value_dim: int, heads: int, **params: Any) -> dict[st
     ],
     ids=["softcap", "short_window", "large_group_with_sinks", "no_whole_tiles"],
 )
+@each_value_once
 def test_a_row_has_the_same_bits_beside_any_others(case: dict[str, Any]) -> None:
     assert_agrees(OP, attention(**case), OP.load("torch")(**case), case)
     for chunk in (1, 6, 17):

@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec_fast.ops import all_ops
-
-
-def arguments(op, case, dtype):
-    cases = {c.name: c for c in all_ops()[op].cases()}
-    return cases[case].make(torch.Generator().manual_seed(0), dtype, torch.device("cpu"))
+from bench.op_cases import OP_CASES
+from support.op_cases import make
 
 
 @pytest.mark.parametrize(
@@ -59,4 +55,4 @@ def arguments(op, case, dtype):
     ],
 )
 def test_bytes_moved(op, case, dtype, expected):
-    assert all_ops()[op].bytes_moved(**arguments(op, case, dtype)) == expected
+    assert OP_CASES[op].bytes_moved(**make(op, case, dtype)) == expected

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from bench.op_cases.paged_attention import PagedShape
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import all_ops, flash, resolve
-from specdec_fast.ops.paged_attention import _make, _Shape
 from support.models import tiny_model, truncated_copy
 from support.op_cases import CPU, changed
 
@@ -26,7 +26,7 @@ ORACLE = all_ops()["paged_attention"].load("torch")
 
 def make(dtype: torch.dtype = torch.float16, **shape: Any) -> dict[str, Any]:
     given = {"contexts": (40, 300, 9), "rows": (6, 3, 1), "page_size": 256} | shape
-    return _make(_Shape(**given), torch.Generator().manual_seed(0), dtype, CPU)
+    return PagedShape(**given).draw(torch.Generator().manual_seed(0), dtype)
 
 
 def params_of(scale: float, window: tuple[int, int], softcap: float = 0.0) -> AttentionParams:

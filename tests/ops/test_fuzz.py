@@ -30,27 +30,27 @@ def assert_equals_oracle(name: str, backend: str, call: Any) -> None:
 VOCAB_SIZES = st.integers(2, 70) | st.integers(2, 5000) | st.sampled_from((4095, 4096, 4097, 8192, 8193))
 
 
-@fuzz(300)
+@fuzz(120)
 @given(call=verify_calls(CPP, VOCAB_SIZES, batch=6))
 def test_verify_chain_in_cpp(call):
     assert_equals_oracle("verify_chain", "cpp", call)
 
 
-@fuzz(40)
+@fuzz(20)
 @given(call=verify_calls(TRITON, VOCAB_SIZES, batch=3))
 def test_verify_chain_in_triton(call):
     assert_equals_oracle("verify_chain", "triton", call)
 
 
 # Every filter and penalty, alone and together; positions on both sides of 32 bits.
-@fuzz(100)
+@fuzz(50)
 @given(call=sampled_calls(CPP, VOCAB_SIZES, batch=6))
 def test_sampling_in_cpp(call):
     assert_equals_oracle("verify_chain", "cpp", call)
 
 
 @pytest.mark.grid
-@fuzz(300)
+@fuzz(120)
 @given(call=sampled_calls(CPP, VOCAB_SIZES, batch=6))
 def test_sampling_in_cpp_at_length(call):
     assert_equals_oracle("verify_chain", "cpp", call)
@@ -63,7 +63,7 @@ def test_sampling_in_triton(call):
 
 
 @pytest.mark.grid
-@fuzz(40)
+@fuzz(20)
 @given(call=sampled_calls(TRITON, VOCAB_SIZES, batch=3))
 def test_sampling_in_triton_at_length(call):
     assert_equals_oracle("verify_chain", "triton", call)
@@ -92,20 +92,20 @@ def test_sampling_of_a_large_vocabulary_in_cpp(call):
 
 
 # None to 40 rows beside padding rows, in pages of one to 16 slots; every layout a model may hand over.
-@fuzz(300)
+@fuzz(120)
 @given(call=append_calls(CPP))
 def test_append_in_cpp(call):
     assert_equals_oracle("append_kv_", "cpp", call)
 
 
-@fuzz(40)
+@fuzz(20)
 @given(call=append_calls(TRITON))
 def test_append_in_triton(call):
     assert_equals_oracle("append_kv_", "triton", call)
 
 
 # So few positions for so many moves that chains of them overlap, up and down in one sequence; over page boundaries.
-@fuzz(300)
+@fuzz(120)
 @given(call=compact_calls(CPP))
 def test_compact_in_cpp(call):
     assert_equals_oracle("compact_kv_", "cpp", call)
@@ -118,13 +118,13 @@ def test_compact_in_triton(call):
 
 
 # Every move that stays inside the columns: far, by little (it overlaps), not at all, of all columns and of none.
-@fuzz(300)
+@fuzz(120)
 @given(call=realign_calls(CPP))
 def test_realign_in_cpp(call):
     assert_equals_oracle("realign_kv_", "cpp", call)
 
 
-@fuzz(40)
+@fuzz(20)
 @given(call=realign_calls(TRITON))
 def test_realign_in_triton(call):
     assert_equals_oracle("realign_kv_", "triton", call)

@@ -79,7 +79,7 @@ def assert_near_oracle(attention: Attention, call: AttentionCall, device: torch.
 
 # Batches of none to 5 sequences, with none to 9 rows each or those of a prefill (C++ takes 16 at once); contexts up to
 # three tiles of 64, most of them at the end of a page or a tile or one beside it; 1 to 8 heads for each of 1 to 3.
-@fuzz(80)
+@fuzz(40)
 @example(call=LARGEST_TERM_FIRST, version=VERSIONS[0])
 @given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_attention_in_cpp(call, version):
@@ -87,21 +87,21 @@ def test_attention_in_cpp(call, version):
 
 
 @pytest.mark.grid
-@fuzz(300)
+@fuzz(120)
 @given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_attention_in_cpp_at_length(call, version):
     assert_near_oracle(in_cpp(version), call, CPU)
 
 
 # The same over trees: from chains (reach 0) to bushes and forests, of more rows than a word of the mask has bits.
-@fuzz(60)
+@fuzz(30)
 @given(call=attention_calls(CPP, trees=True), version=st.sampled_from(VERSIONS))
 def test_tree_attention_in_cpp(call, version):
     assert_near_oracle(in_cpp(version), call, CPU)
 
 
 @pytest.mark.grid
-@fuzz(200)
+@fuzz(100)
 @given(call=attention_calls(CPP, trees=True), version=st.sampled_from(VERSIONS))
 def test_tree_attention_in_cpp_at_length(call, version):
     assert_near_oracle(in_cpp(version), call, CPU)
@@ -117,7 +117,7 @@ def test_attention_in_triton(call):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("trees", [False, True])
-@fuzz(40)
+@fuzz(20)
 @given(data=st.data())
 def test_attention_in_triton_at_length(trees, data):
     device = device_for(OP, "triton")
@@ -190,14 +190,14 @@ def assert_chunks_have_the_same_bits(attention: Attention, call: AttentionCall) 
 
 
 # Shapes as above: a cut may fall anywhere, in a page, a tile or a group of rows that are computed together.
-@fuzz(100)
+@fuzz(50)
 @given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_cpp_attention_of_any_chunks_has_the_same_bits(call, version):
     assert_chunks_have_the_same_bits(in_cpp(version), call)
 
 
 @pytest.mark.grid
-@fuzz(400)
+@fuzz(150)
 @given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_cpp_attention_of_any_chunks_has_the_same_bits_at_length(call, version):
     assert_chunks_have_the_same_bits(in_cpp(version), call)
@@ -251,14 +251,14 @@ def test_nan_in_torch_reaches_only_rows_that_see_it(call):
 
 
 # Shapes as above, chains and trees: a weight of 0 would still spread a NaN to rows of the same tile.
-@fuzz(80)
+@fuzz(40)
 @given(call=any_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_nan_in_cpp_reaches_only_rows_that_see_it(call, version):
     assert_nan_reaches_only_rows_that_see_it(in_cpp(version), call, CPU)
 
 
 @pytest.mark.grid
-@fuzz(300)
+@fuzz(120)
 @given(call=any_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_nan_in_cpp_reaches_only_rows_that_see_it_at_length(call, version):
     assert_nan_reaches_only_rows_that_see_it(in_cpp(version), call, CPU)

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.op_cases import OP_CASES, with_tensors
 from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.ops import all_ops
-from support.op_cases import with_tensors
+from support.grids import each_value_once
+from support.op_cases import make
 from support.op_checks import device_for, same_bits
 
 RIM = 67  # numbers on either side; odd, so that nothing is aligned (in test_ops.py everything is)
@@ -91,7 +93,7 @@ SWEEP = [
     for op in all_ops().values()
     if op.name in NAMED
     for backend in op.implementations
-    for case in op.cases()
+    for case in OP_CASES[op.name].cases
 ]
 
 
@@ -128,6 +130,7 @@ def assert_writes_only_what_is_named(op: str, function: Callable[..., None], arg
         assert same_bits(buffer[~mask], old[~mask]), "a place that nothing names was written"
 
 
+@each_value_once("op", "backend", "case")
 @pytest.mark.parametrize("dtype", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize(("op", "backend", "case"), SWEEP)
 def test_writes_only_what_is_named(op, backend, case, dtype):
@@ -183,8 +186,7 @@ def sign_of_a_zero(args: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stray", [before_the_cache, after_the_cache, another_page, sign_of_a_zero])
 @pytest.mark.parametrize("op", NAMED)
 def test_guard_rejects_a_stray_write(op, stray):
-    case = {c.name: c for c in all_ops()[op].cases()}[CASE[op]]
-    args = case.make(torch.Generator().manual_seed(0), torch.float32, torch.device("cpu"))
+    args = make(op, CASE[op])
 
     def strays(**args: Any) -> None:
         all_ops()[op].load("torch")(**args)
@@ -197,8 +199,7 @@ def test_guard_rejects_a_stray_write(op, stray):
 
 @pytest.mark.parametrize("op", NAMED)
 def test_guard_rejects_a_written_input(op):
-    case = {c.name: c for c in all_ops()[op].cases()}[CASE[op]]
-    args = case.make(torch.Generator().manual_seed(0), torch.float32, torch.device("cpu"))
+    args = make(op, CASE[op])
 
     def forgets(**args: Any) -> None:
         args[INPUT[op]].zero_()

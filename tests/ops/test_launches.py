@@ -58,6 +58,7 @@ print(len(notes), sum(with_sizes(note.asked) in SIZES for note in notes), *unlis
     assert found[2:] == []
 
 
+@pytest.mark.grid
 def test_published_shapes_launch_what_is_listed_whatever_the_batch(run):
     """The first batch has one sequence of one row; no later one asks for anything else."""
     found = run("""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench.op_cases import with_tensors
 from specdec_fast.ops import all_ops
 from support.lazy_signs import negative_view
-from support.op_cases import CASES, make, named_tensors, with_tensors
+from support.op_cases import CASES, make, named_tensors
 from support.op_checks import assert_implementation_agrees, device_for, same_bits
 
 # Their tensors take long to make, or are many of a kind that other cases have.

@@ -13,7 +13,14 @@ from specdec_fast.ops import Op, all_ops
 from support.source_tree import ROOT
 
 BACKENDS = {"every op": "torch", "C++": "cpp", "Triton": "triton"}
-SOURCES = ("specdec_fast/**/*.py", "triton_kernels/*.py", "csrc/**/*.h", "csrc/**/*.cpp", "setup.py")
+SOURCES = (
+    "specdec_fast/**/*.py",
+    "bench/op_cases/*.py",
+    "triton_kernels/*.py",
+    "csrc/**/*.h",
+    "csrc/**/*.cpp",
+    "setup.py",
+)
 WATCHED = "compact_kv_"  # one file calls it, so every other file that names it is a place to write it in
 CALLER = "specdec_fast/kv_cache/accepted_paths.py"
 
@@ -50,7 +57,7 @@ def words(path: Path) -> set[str]:
 
 
 def names(path: Path, op: Op) -> bool:
-    return bool(words(path) & {op.name, basename(op)})
+    return bool((words(path) | {path.stem}) & {op.name, basename(op)})
 
 
 @pytest.mark.parametrize("op", all_ops().values(), ids=lambda op: op.name)

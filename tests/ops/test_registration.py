@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.equivalence.compare import transformers_greedy
-from specdec_fast.ops import AUTO, Case, Op, all_ops, availability, registry, resolve
+from specdec_fast.ops import AUTO, Op, all_ops, availability, registry, resolve
 from specdec_fast.ops.checks import FLOATS, expect_tensor
 from support.demo import MAX_NEW_TOKENS
 
@@ -27,17 +27,10 @@ def halve(rows: Tensor) -> Tensor:
     return rows / 2
 
 
-def _make(generator, dtype, device):
-    return {"rows": torch.randn(3, 4, generator=generator).to(dtype).to(device)}
-
-
 HALVE = Op(
     name="halve",
     implementations={"torch": f"{__name__}:halve"},
     check=lambda rows: expect_tensor("rows", rows, (None, None), FLOATS, rows.device),
-    cases=lambda: [Case("rows", "any rows", _make)],
-    benchmarks=lambda: [],
-    bytes_moved=lambda rows: 2 * rows.numel() * rows.element_size(),
 )
 
 

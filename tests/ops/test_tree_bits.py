@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec_fast import _C
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import all_ops
 from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.trees.rows import TREE_MASK_BITS
 from support.fuzzing import fuzz
 from support.grids import grid
 from support.op_cases import DTYPES
 from support.op_checks import same_bits
 from support.strategies import SEEDS, generator
+from support.trees import paths_of
 
 OP = all_ops()["paged_attention"]
 KERNELS = "specdec_fast.triton_kernels"
@@ -37,11 +39,8 @@ class Tree:
     parents: tuple[int, ...]  # of the rows; -1 for a root
 
     @property
-    def paths(self) -> list[list[int]]:
-        found: list[list[int]] = []
-        for row, parent in enumerate(self.parents):
-            found.append([*(found[parent] if parent >= 0 else []), row])
-        return found
+    def paths(self) -> list[tuple[int, ...]]:
+        return paths_of(range(len(self.parents)), self.parents)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.grids import diagonal
+from support.grids import combinations, grid
 from support.op_checks import assert_agrees, assert_rows_independent, same_bits
 
 pytest.importorskip("triton")
-from specdec_fast.ops.paged_attention import _Shape
+from bench.op_cases.paged_attention import PagedShape
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import paged_attention as module
 from support.triton_attention import (
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 
 # Lengths around the ends of pieces of 512 positions, and one of three pieces.
-@diagonal(enough=ENOUGH, dtype=DTYPES)
+@combinations(enough=ENOUGH, dtype=DTYPES)
 def test_contexts_of_several_pieces(dtype, enough, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
-    args = make(_Shape((1100, 511, 512, 513, 3), (2, 1, 2, 3, 0), head_dim=16), dtype)
+    args = make(PagedShape((1100, 511, 512, 513, 3), (2, 1, 2, 3, 0), head_dim=16), dtype)
     with launches(monkeypatch) as noted:
         got = attention(**args)
     assert [name for name, _, _ in noted] == ["_attention_kernel", "_merge_kernel"][: 1 + (enough == SPLIT)]
@@ -45,7 +45,7 @@ def test_contexts_of_several_pieces(dtype, enough, monkeypatch):
     assert_agrees(OP, got, OP.load("torch")(**args), args)
 
 
-def split_and_not(shape: _Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+def split_and_not(shape: PagedShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     results = []
     for enough, kernels in ((SPLIT, 2), (UNSPLIT, 1)):
         monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
@@ -55,7 +55,8 @@ def split_and_not(shape: _Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     return results[0], results[1]
 
 
-@diagonal(shape=PIECES, dtype=DTYPES)
+@pytest.mark.parametrize("shape", grid(PIECES, keep=["tree_window", "sinks", "narrow_values"]))
+@pytest.mark.parametrize("dtype", grid(DTYPES, keep=["fp16"]))
 def test_pieces_that_the_last_program_merges_have_the_same_bits(shape, dtype, small_pieces, monkeypatch):
     """Counters are zeros again afterwards, so the next launch finds them as the first one did."""
     expected, _ = split_and_not(shape, dtype, monkeypatch)
@@ -72,13 +73,13 @@ def test_pieces_that_the_last_program_merges_have_the_same_bits(shape, dtype, sm
 
 def test_without_enough_counters_there_are_two_launches(monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", SPLIT)
-    args = make(_Shape((1100, 600), (2, 1), head_dim=16), torch.float16)
+    args = make(PagedShape((1100, 600), (2, 1), head_dim=16), torch.float16)
     with launches(monkeypatch) as noted:
         module.attend(**args, counters=torch.zeros(1, dtype=torch.int32))
     assert [name for name, _, _ in noted] == ["_attention_kernel", "_merge_kernel"]
 
 
-@diagonal(shape=PIECES, dtype=DTYPES)
+@combinations(shape=PIECES, dtype=DTYPES)
 def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch):
     split, unsplit = split_and_not(shape, dtype, monkeypatch)
     assert same_bits(split, unsplit)
@@ -95,10 +96,10 @@ def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
 
 
 # The batch is not split (6 programs) and a part of it is (2): decoding, chunks, and a sequence alone against the batch.
-@diagonal(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
+@combinations(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
 def test_rows_are_independent(chunk, window, dtype, small_pieces, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 6)
-    shape = _Shape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, sliding_window=window)
+    shape = PagedShape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, sliding_window=window)
     assert_rows_independent(attention, make(shape, dtype), chunk)
 
 
@@ -108,12 +109,12 @@ def test_independence_rejects_pieces_by_the_batch(monkeypatch):
         return attention(**args)
 
     with pytest.raises(AssertionError):
-        assert_rows_independent(by_the_batch, make(_Shape((200, 130), (20, 6), head_dim=16)), 7)
+        assert_rows_independent(by_the_batch, make(PagedShape((200, 130), (20, 6), head_dim=16)), 7)
 
 
 @each_type
 def test_query_in_any_memory_layout_has_the_same_bits(dtype):
-    args = make(_Shape((40, 9), (6, 3)), dtype)
+    args = make(PagedShape((40, 9), (6, 3)), dtype)
     query = args["query"]  # [T, heads, D], the heads outermost in memory
     buffer = torch.zeros(query.numel() + 1, dtype=dtype)[1:].view(query.shape)
     misaligned, scattered = buffer.copy_(query), torch.stack([query, query], dim=-1)[..., 0]
@@ -124,20 +125,20 @@ def test_query_in_any_memory_layout_has_the_same_bits(dtype):
 
 # Groups that fill no tile evenly, or more than one; head sizes that fill no vector; pages smaller than a tile and odd.
 ODD = {
-    "group1_dim16_page1": _Shape((40, 9), (6, 1), heads=2, kv_heads=2, head_dim=16, page_size=1),
-    "group3_dim80_page7": _Shape((40, 9), (6, 1), heads=3, kv_heads=1, head_dim=80, page_size=7),
-    "group8_dim96_page5": _Shape((40, 9), (6, 9), heads=16, kv_heads=2, head_dim=96, page_size=5),
-    "group7_dim24_page100": _Shape((140, 9), (6, 9), heads=14, kv_heads=2, head_dim=24, page_size=100),
-    "group71_dim64": _Shape((40, 9), (3, 1), heads=71, kv_heads=1, head_dim=64),
-    "dim256": _Shape((40, 9), (3, 1), heads=2, kv_heads=1, head_dim=256),
-    "dim8": _Shape((40, 9), (3, 1), heads=2, kv_heads=1, head_dim=8),
-    "dim192_values128": _Shape((40, 9), (3, 1), heads=2, kv_heads=2, head_dim=192, value_dim=128),
-    "dim8_values80_sinks": _Shape((140, 9), (3, 1), heads=6, kv_heads=2, head_dim=8, value_dim=80, sinks=True),
-    "large_cap": _Shape((40, 9), (3, 1), softcap=50.0),
+    "group1_dim16_page1": PagedShape((40, 9), (6, 1), heads=2, kv_heads=2, head_dim=16, page_size=1),
+    "group3_dim80_page7": PagedShape((40, 9), (6, 1), heads=3, kv_heads=1, head_dim=80, page_size=7),
+    "group8_dim96_page5": PagedShape((40, 9), (6, 9), heads=16, kv_heads=2, head_dim=96, page_size=5),
+    "group7_dim24_page100": PagedShape((140, 9), (6, 9), heads=14, kv_heads=2, head_dim=24, page_size=100),
+    "group71_dim64": PagedShape((40, 9), (3, 1), heads=71, kv_heads=1, head_dim=64),
+    "dim256": PagedShape((40, 9), (3, 1), heads=2, kv_heads=1, head_dim=256),
+    "dim8": PagedShape((40, 9), (3, 1), heads=2, kv_heads=1, head_dim=8),
+    "dim192_values128": PagedShape((40, 9), (3, 1), heads=2, kv_heads=2, head_dim=192, value_dim=128),
+    "dim8_values80_sinks": PagedShape((140, 9), (3, 1), heads=6, kv_heads=2, head_dim=8, value_dim=80, sinks=True),
+    "large_cap": PagedShape((40, 9), (3, 1), softcap=50.0),
 }
 
 
-@diagonal(shape=ODD, dtype=DTYPES)
+@combinations(shape=ODD, dtype=DTYPES)
 def test_odd_sizes(shape, dtype):
     args = make(shape, dtype)
     assert_agrees(OP, attention(**args), OP.load("torch")(**args), args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from specdec_fast.ops.paged_attention import _Shape
+from bench.op_cases.paged_attention import PagedShape
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import paged_attention as module
 from support.triton_attention import attention, launches, make
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 
 def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
-    wide = make(_Shape((40, 9, 3), (6, 1, 3)), torch.float16)
-    sliding = make(_Shape((700,), (33,), sliding_window=5), torch.float16)
+    wide = make(PagedShape((40, 9, 3), (6, 1, 3)), torch.float16)
+    sliding = make(PagedShape((700,), (33,), sliding_window=5), torch.float16)
     with launches(monkeypatch) as noted:
         for args in (wide, sliding):
             attention(**args)
@@ -29,10 +29,10 @@ def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
 @pytest.mark.parametrize(
     "shape",
     [
-        _Shape((600,), (3,), heads=4, kv_heads=1, head_dim=128),
-        _Shape((40,), (2,), heads=8, kv_heads=1, head_dim=64, tree=True),
-        _Shape((600,), (2,), heads=8, kv_heads=1, head_dim=64, sinks=True),
-        _Shape((40,), (2,), heads=2, kv_heads=2, head_dim=192, value_dim=128),
+        PagedShape((600,), (3,), heads=4, kv_heads=1, head_dim=128),
+        PagedShape((40,), (2,), heads=8, kv_heads=1, head_dim=64, tree=True),
+        PagedShape((600,), (2,), heads=8, kv_heads=1, head_dim=64, sinks=True),
+        PagedShape((40,), (2,), heads=2, kv_heads=2, head_dim=192, value_dim=128),
     ],
     ids=["split", "tree", "sinks", "narrow_values"],
 )
@@ -66,26 +66,20 @@ for name in targets.split(","):
 """
 
 
-@pytest.mark.parametrize(
-    ("targets", "kinds"),
-    [
-        pytest.param(["sm_90"], ["_tree"], id="slice"),
-        pytest.param(["sm_80", "sm_90"], ["_tree", "_merging"], id="all", marks=pytest.mark.grid),
-    ],
-)
-def test_sums_over_a_tile_have_one_order(compiler, targets, kinds):
+@pytest.mark.grid
+def test_sums_over_a_tile_have_one_order(compiler):
     """Whether a tile is partly hidden, in a tree or not, the compiler adds up its weights in the same layout.
 
     So it does if the program that is last to end merges the pieces.
 
     The interpreter cannot show that; the order of a sum on a GPU is that of its layout.
     """
-    names = [f"fp16_dim128_group4{kind}" for kind in ("", *kinds)]
-    lines = [line.split() for line in compiler.run(LAYOUTS, ",".join(targets), *names).splitlines()]
-    assert len(lines) == len(targets) * len(names)
-    for target in targets:
+    names = [f"fp16_dim128_group4{kind}" for kind in ("", "_tree", "_merging")]
+    lines = [line.split() for line in compiler.run(LAYOUTS, "sm_80,sm_90", *names).splitlines()]
+    assert len(lines) == 2 * len(names)
+    for target in ("sm_80", "sm_90"):
         chain, *others = (layouts for name, *layouts in lines if name == target)
-        assert others == [chain] * len(kinds), "a tree's rows have the bits of chains"
+        assert others == [chain] * 2, "a tree's rows have the bits of chains"
         layouts = chain
         assert len(layouts) == 8, "a maximum, a sum and two products, of tiles that all rows see and of others"
         assert len(set(layouts[:4])) == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.grids import diagonal
+from support.grids import combinations
 from support.op_cases import attention_by_hand, changed, positions_seen
 from support.op_checks import same_bits
 
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from specdec_fast.ops.paged_attention import _Shape
+from bench.op_cases.paged_attention import PagedShape
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import attention_tile
 from specdec_fast.triton_kernels import paged_attention as module
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 # An entry of the new rows, seen by some of them; and with a window one that only the first rows still see.
 ENTRIES = {
-    "chain": (_Shape((90, 20), (9, 3), heads=2, head_dim=16), 85),
-    "tree": (_Shape((90, 20), (9, 3), heads=2, head_dim=16, tree=True), 82),
-    "window": (_Shape((90, 20), (9, 3), heads=2, head_dim=16, sliding_window=30), 54),
-    "seen_by_all": (_Shape((90, 20), (9, 3), heads=2, head_dim=16), 3),
+    "chain": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16), 85),
+    "tree": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16, tree=True), 82),
+    "window": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16, sliding_window=30), 54),
+    "seen_by_all": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16), 3),
 }
 # Whose number it is, that of a key (0) or a value (1), and what it becomes.
 NOT_FINITE = {
@@ -51,7 +51,7 @@ def with_number(args: dict[str, Any], position: int, which: int, value: float) -
 
 
 def assert_reaches_only_rows_that_see_it(
-    shape: _Shape, position: int, which: int, value: float, dtype: torch.dtype
+    shape: PagedShape, position: int, which: int, value: float, dtype: torch.dtype
 ) -> None:
     args = with_number(make(shape, dtype), position, which, value)
     before, after = attention(**make(shape, dtype)), attention(**args)
@@ -67,7 +67,7 @@ def assert_reaches_only_rows_that_see_it(
     assert torch.equal(after[sees, :group].isfinite().all(dim=-1), wanted)
 
 
-@diagonal(name=list(ENTRIES), number=NOT_FINITE, dtype=DTYPES)
+@combinations(name=list(ENTRIES), number=NOT_FINITE, dtype=DTYPES)
 def test_not_finite_reaches_only_rows_that_see_it(name, number, dtype, small_pieces):
     assert_reaches_only_rows_that_see_it(*ENTRIES[name], *number, dtype)
 
@@ -110,7 +110,7 @@ def read_by(args: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[set[
     return slots[0], entries_read(args["batch"].block_table, read, 1)
 
 
-@diagonal(name=list(PIECES), dtype=DTYPES)
+@combinations(name=list(PIECES), dtype=DTYPES)
 def test_reads_what_is_seen_and_no_more(name, dtype, small_pieces, monkeypatch):
     shape = PIECES[name]
     args = make(shape, dtype)
@@ -136,9 +136,9 @@ def test_reading_check_sees_another_window(small_pieces, monkeypatch):
 
 
 # Graphs are launched with the bounds of their bucket, and with places for sequences that have no rows.
-@diagonal(enough=ENOUGH, window=WINDOWS, dtype=DTYPES)
+@combinations(enough=ENOUGH, window=WINDOWS, dtype=DTYPES)
 def test_larger_bounds_change_no_bit_and_nothing_more_is_read(dtype, enough, window, small_pieces, monkeypatch):
-    args = make(_Shape((200, 65, 3), (2, 1, 3), head_dim=16, sliding_window=window), dtype)
+    args = make(PagedShape((200, 65, 3), (2, 1, 3), head_dim=16, sliding_window=window), dtype)
     batch = args["batch"]
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
     expected = attention(**args)

@@ -10,6 +10,7 @@ from specdec_fast.ops import all_ops
 from specdec_fast.oracle.dense import DenseModel, RowMove, repad_in_place, repad_in_python
 from specdec_fast.oracle.step import StopRule
 from support.demo import MAX_NEW_TOKENS
+from support.grids import each_value_once
 
 LIMITS = StopRule(MAX_NEW_TOKENS, frozenset([1]))
 OP = all_ops()["realign_kv_"]
@@ -32,6 +33,7 @@ def run_exspec(target, draft, prompts, repad):
 
 
 # A prompt of one or two tokens is a row that keeps no entry at all, beside one of 90.
+@each_value_once
 @pytest.mark.parametrize("chosen", [slice(8, 13), slice(2, 8)], ids=["prose", "one_and_two_tokens"])
 @pytest.mark.parametrize("run", [run_eqspec, run_exspec])
 def test_same_outputs_and_bytes_as_python(run, target, draft, prompt_ids, expected, fused, chosen):

@@ -23,6 +23,7 @@ from support.sampling_by_hand import targets_by_hand
 from support.strategies import CPP, TRITON, CallSizes, verify_calls
 from support.strategies_sampling import sampled_calls
 from support.strategies_trees import TreeCall, tree_calls
+from support.trees import paths_of
 
 OP = all_ops()["verify_chain"]
 
@@ -66,8 +67,8 @@ def verify_trees_by_hand(
     """Every row as the last one of a chain: the rows on the path to it, as a sequence of its own."""
     targets, num_accepted, next_tokens, accepted_rows = [], [], [], []
     for b, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
-        for row in range(start, stop):
-            chain = torch.tensor(path_to(row - start, parents[start:stop].tolist())) + start
+        for path in paths_of(range(start, stop), parents[start:stop].tolist()):
+            chain = torch.tensor(path)
             ends = torch.tensor([0, len(chain)], dtype=torch.int32)
             rule = None if sampling is None else only(sampling, b)
             targets.append(verify_by_hand(logits[chain], token_ids[chain], ends, rule)[0][-1])
@@ -83,10 +84,6 @@ def verify_trees_by_hand(
         next_tokens.append(targets[row])
         accepted_rows += path + [-1] * (stop - start - len(path))
     return targets, num_accepted, next_tokens, accepted_rows
-
-
-def path_to(row: int, parents: list[int]) -> list[int]:
-    return [*path_to(parents[row], parents), row] if parents[row] >= 0 else [row]
 
 
 def only(sampling: Sampling, b: int) -> Sampling:
@@ -118,7 +115,7 @@ def test_cases_accept_some_none_and_all(case):
         for b, accepted in enumerate(verify_by_hand(**args)[1]):
             start, stop = args["cu_seqlens"][b : b + 2].tolist()
             above = args["parents"][start:stop].tolist() if case == "trees" else range(-1, stop - start - 1)
-            most = max(len(path_to(row, above)) - 1 for row in range(stop - start))
+            most = max(map(len, paths_of(range(start, stop), above))) - 1
             outcomes.add("all" if accepted == most else "none" if accepted == 0 else "some")
     assert outcomes == {"none", "some", "all"}
 

@@ -128,7 +128,7 @@ def test_prompts_have_unequal_lengths():
     assert all(any(document.startswith(row["prompt"]) for document in documents[:8]) for row in prompts)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param(None, id="trained", marks=pytest.mark.grid)])
 def pair(tmp_path_factory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("pair")
     text = folder / "made_up.txt"

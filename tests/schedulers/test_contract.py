@@ -36,7 +36,6 @@ def engine_with(target, monkeypatch, **methods):
     return sd.Engine(target, None, method="own", max_batch_size=2)
 
 
-@pytest.mark.parametrize("method", ["select", "plan"])
 @pytest.mark.parametrize(
     ("choose", "message"),
     [
@@ -50,8 +49,8 @@ def engine_with(target, monkeypatch, **methods):
     ],
     ids=["none", "too many", "foreign", "twice", "None", "generator", "clears its list"],
 )
-def test_a_plan_is_held_to_the_contract(target, monkeypatch, method, choose, message):
-    engine = engine_with(target, monkeypatch, **{method: choose})
+def test_a_selection_is_held_to_the_contract(target, monkeypatch, choose, message):
+    engine = engine_with(target, monkeypatch, select=choose)
     with pytest.raises(sd.SchedulerError, match=message):
         engine.generate(PROMPTS, PARAMS)
     assert not engine.core.has_work

@@ -10,7 +10,7 @@ import pytest
 from bench.common.simulation import World, best_fixed, speed, tokens_per_second
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.fixed import FixedLength
-from support.grids import diagonal, grid
+from support.grids import combinations, grid
 
 # Verifying is bound by memory with a cheap and with a costly draft, by arithmetic, by one and then the other, by
 # contexts that grow beyond what was profiled, and by steps as short as a few choices of K.
@@ -49,8 +49,7 @@ def plain(runs):
     return best_fixed(runs, (0,))
 
 
-@pytest.mark.parametrize("acceptance", grid(ACCEPTANCES, keep=[0.0, 0.8]))
-@diagonal(regime=list(REGIMES), batch_size=[1, 4, 32])
+@combinations(regime=list(REGIMES), batch_size=[1, 4, 32], acceptance=ACCEPTANCES)
 def test_auto_reaches_the_best_fixed_k(regime, batch_size, acceptance):
     """From the first token on at least 0.97 of plain decoding; once warm 0.95 of the best fixed K.
 
@@ -82,11 +81,11 @@ def test_choices_are_rare_where_steps_are_short(batch_size):
 
 @pytest.mark.parametrize("regime", ["flat", "costly draft"])
 def test_acceptance_that_changes_is_followed(regime):
-    """Useless drafts become good ones and useless again while the engine is kept; costly probes notice it later."""
+    """Useless drafts become good ones and useless again while the engine is kept; explorations notice it later."""
     bad, good = (world(regime, acceptance, 4, num_sequences=12, new_tokens=512) for acceptance in (0.0, 0.95))
     policy = bad.prepared(AdaptiveLength())
     assert tokens_per_second(bad, policy) >= 0.97 * plain([bad])
-    assert tokens_per_second(good, policy) >= 1.2 * plain([good]), "probes notice it in the course of this call"
+    assert tokens_per_second(good, policy) >= 1.2 * plain([good]), "explorations notice it in the course of this call"
     assert tokens_per_second(good, policy) >= 0.95 * best_fixed([good], PLAIN_OR_USUAL)
     assert tokens_per_second(bad, policy) >= 0.95 * plain([bad])
     turning = world(regime, lambda number, position: 0.95 * (position >= 256), 1, num_sequences=4, new_tokens=512)
@@ -110,8 +109,8 @@ def on_two_cores(acceptance, batch_size, **options):
     )
 
 
-@pytest.mark.parametrize("acceptance", grid(ACCEPTANCES[:-1], keep=[0.0, 0.8]))
-@diagonal(batch_size=[4, 16, 32], new_tokens=[32, 128])
+@pytest.mark.parametrize("acceptance", grid(ACCEPTANCES[:-1], keep=[0.8]))
+@combinations(batch_size=[4, 16, 32], new_tokens=[32, 128])
 def test_a_batch_that_no_sequence_joins(batch_size, new_tokens, acceptance):
     """The steps of the last sequences cost much for few rows."""
     run = on_two_cores(acceptance, batch_size, new_tokens=new_tokens, is_refilled=False)
@@ -131,7 +130,7 @@ def test_a_profile_that_is_wrong_by_a_tenth(batch_size, acceptance):
     assert np.mean(speeds) >= 0.95 * best_fixed(runs[:2])
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", grid([1, 4], keep=[4]))
 def test_a_draft_model_that_is_slow_to_prefill(batch_size):
     """Short texts, the shape of Qwen3-1.7B with Qwen3-0.6B as its draft: a prompt's prefill takes two plain steps."""
     costs = {"verify": lambda n: 0.112 + 0.005 * (n - 1), "draft": lambda n: 0.0436 + 0.0046 * (n - 1)}
@@ -160,7 +159,7 @@ def test_a_profile_from_a_busy_machine():
     assert tokens_per_second(run, policy) >= 0.95 * best_fixed([run], PLAIN_OR_USUAL)
 
 
-@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize("batch_size", grid([4, 16], keep=[4]))
 def test_a_profile_that_shows_drafting_as_too_slow(batch_size):
     """Plain decoding seems faster, so no step would draft for all sequences; a trial shows what such steps take."""
     run = world("flat", 0.5, batch_size, num_sequences=12 * batch_size)

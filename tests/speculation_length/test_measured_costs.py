@@ -197,8 +197,7 @@ def test_a_drafter_of_hidden_states_times_its_proposals(tmp_path, kind):
     assert seconds.keys() == {0, 1, 3, 8}
     assert min(seconds[n] for n in (1, 3, 8)) > 0
     assert drafter.pool is None
-    assert not drafter._states
-    assert drafter._kept.num_rows == 0
+    assert drafter.num_admitted == drafter.num_kept_rows == 0
 
 
 def test_trees_are_not_timed_as_chains(tmp_path):

@@ -14,6 +14,7 @@ from specdec_fast.drafters.draft_model import drafter as draft_model
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import LengthPolicy
 from support.demo import MAX_NEW_TOKENS
+from support.grids import combinations, grid
 from support.invariants import CheckedEngine
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 from support.scripted_drafter import Scripted
@@ -38,8 +39,7 @@ class RandomLengths(LengthPolicy):
         self.records.append(step)
 
 
-@pytest.mark.parametrize("method", ["eqspec", "exspec"])
-@pytest.mark.parametrize("draft_name", ["model", "ngram"])
+@combinations(method=["eqspec", "exspec"], draft_name=["model", "ngram"])
 def test_auto_gives_the_tokens_of_plain_decoding(target, draft, prompt_ids, expected, method, draft_name):
     chosen = draft if draft_name == "model" else "ngram"
     engine = sd.Engine(target, chosen, method=method, max_batch_size=4, num_draft_tokens="auto")
@@ -53,7 +53,7 @@ def test_auto_gives_the_tokens_of_plain_decoding(target, draft, prompt_ids, expe
     assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
 
 
-@pytest.mark.parametrize("largest", [512, 12])
+@pytest.mark.parametrize("largest", grid([512, 12], keep=[12]))
 def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     """All invariants, a draft model that is far behind, and in fewer rows than it lacks."""
     target = tiny_model("llama")

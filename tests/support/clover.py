@@ -109,6 +109,18 @@ def logits_of(weights: dict[str, Tensor], index: int, hidden: Tensor, output: Te
     return output @ hidden
 
 
+@torch.no_grad()
+def dense_chain(
+    weights: dict[str, Tensor], output: Tensor, features: Tensor, token_ids: list[int], choose, limit: int
+) -> list[int]:
+    """Draft a chain of the first tokens of all heads behind ``features [n - 1, 1, H]`` of a text of n tokens."""
+    hidden, drafted = augmented(weights, features[:, 0])[-1], []
+    for index in range(limit):
+        hidden = behind(weights, index, hidden, output[[token_ids[-1], *drafted][-1]])
+        drafted.append(choose(logits_of(weights, index, hidden, output), index))
+    return drafted
+
+
 def _norm(rows: Tensor) -> Tensor:
     return rows / (rows.square().mean(-1, keepdim=True) + EPSILON).sqrt()
 

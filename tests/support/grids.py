@@ -23,37 +23,34 @@ def grid(values: Mapping[str, Any] | Iterable[Any], keep: Callable[[Any], bool] 
     """
     named = values if isinstance(values, Mapping) else None
     keeps = keep if callable(keep) else list(keep).__contains__
-    found = []
+    parameters = []
     for name in named or values:
         value = name if named is None else named[name]
         arguments = value if isinstance(value, tuple) and named is None else (value,)
         marks = () if keeps(name) else (pytest.mark.grid,)
-        found.append(pytest.param(*arguments, id=None if named is None else name, marks=marks))
-    return found
+        parameters.append(pytest.param(*arguments, id=None if named is None else name, marks=marks))
+    return parameters
 
 
-def diagonal(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise by all combinations; ``make test`` runs as many as the longest axis, and every value at least once.
+# ``make test`` runs so many combinations of a test's parameters, and of its fixtures', that every value occurs. With
+# arguments, ``each_value_once("first", "second")``, every combination of these two occurs.
+each_value_once = pytest.mark.each_value_once
+
+
+def combinations(**axes: Mapping[str, Any] | Iterable[Any]) -> Callable[[Any], Any]:
+    """Parametrise a test by all combinations, with ``each_value_once``.
 
     Args:
         **axes: each argument's values, or a mapping from their ids.
 
     """
     named = [axis if isinstance(axis, Mapping) else {_id(value): value for value in axis} for axis in axes.values()]
-    longest = max(map(len, named))
-    kept = {tuple(i % len(axis) for axis in named) for i in range(longest)}
-    found = []
-    for places in product(*(range(len(axis)) for axis in named)):
-        names = [list(axis)[place] for axis, place in zip(named, places, strict=True)]
-        values = [axis[name] for axis, name in zip(named, names, strict=True)]
-        marks = () if places in kept else (pytest.mark.grid,)
-        found.append(pytest.param(*values, id="-".join(names), marks=marks))
-    return pytest.mark.parametrize(tuple(axes), found)
-
-
-# ``make test`` runs so many combinations of a test's parameters, and of its fixtures', that every value occurs. With
-# arguments, ``each_value_once("first", "second")``, every combination of these two occurs.
-each_value_once = pytest.mark.each_value_once
+    parameters = [
+        pytest.param(*(value for _, value in chosen), id="-".join(name for name, _ in chosen))
+        for chosen in product(*(axis.items() for axis in named))
+    ]
+    parametrize = pytest.mark.parametrize(tuple(axes), parameters)
+    return lambda test: each_value_once(parametrize(test))
 
 
 def mark_what_is_covered(items: list[Any]) -> None:
@@ -73,11 +70,11 @@ def mark_what_is_covered(items: list[Any]) -> None:
 
 
 def _values(item: Any) -> set[tuple[str, str]]:
-    """Return the parameters of an item with their values; those without a name of their own by their place."""
-    call, together = item.callspec, item.get_closest_marker("each_value_once").args
+    """Return the parameters of an item with their values; those without a name of their own by their identity."""
+    together = item.get_closest_marker("each_value_once").args
     named = {
-        name: repr(value) if isinstance(value, _PLAIN) else str(call.indices[name])
-        for name, value in call.params.items()
+        name: repr(value) if isinstance(value, _PLAIN) else str(id(value))
+        for name, value in item.callspec.params.items()
     }
     assert named.keys() >= set(together), f"{item.nodeid} has no parameters {together}"
     combination = {(" ".join(together), " ".join(named.pop(name) for name in together))} if together else set()

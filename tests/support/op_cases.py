@@ -1,10 +1,10 @@
-"""The declared cases of every op, and attention computed one number at a time."""
+"""The cases of every op by op and name, and attention computed one number at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.op_cases import OP_CASES, with_tensors
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.ops import all_ops
 
 CPU = torch.device("cpu")
-CASES = {(op.name, case.name): case for op in all_ops().values() for case in op.cases()}
+CASES = {(op, case.name): case for op, known in OP_CASES.items() for case in known.cases}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 
@@ -100,20 +100,6 @@ def changed(args: dict[str, Any], path: str, change: Callable[[Any], Any]) -> di
     name, _, field = path.partition(".")
     new = replace(args[name], **{field: change(getattr(args[name], field))}) if field else change(args[name])
     return {**args, name: new}
-
-
-def with_tensors(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """``value`` with every tensor in it replaced by what ``change`` makes of its path (``batch.seqused_k``) and it."""
-    if isinstance(value, Tensor):
-        return change(path, value)
-    if is_dataclass(value):
-        names = [field.name for field in fields(value) if field.init]
-        return replace(value, **{name: with_tensors(getattr(value, name), change, f"{path}.{name}") for name in names})
-    if isinstance(value, dict):
-        return {name: with_tensors(each, change, name) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(with_tensors(each, change, f"{path}.{i}") for i, each in enumerate(value))
-    return value
 
 
 def named_tensors(value: Any) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ class Pausing(sd.LengthPolicy):
     """K is 5 for 6 steps, 0 for 70, and 5 again.
 
     Attributes:
-        drafter: one with ``_states``; set before the first step.
+        drafter: one that reads hidden states; set before the first step.
         drafted: number of draft tokens before, in and after the pause.
         queued: per step of the pause, the most features that wait for one sequence.
 
@@ -35,7 +35,7 @@ class Pausing(sd.LengthPolicy):
 
     def limits(self, batch):
         if self._part == 1:
-            self.queued.append(max(self.drafter._states[s].num_queued for s in batch))
+            self.queued.append(max(self.drafter.num_queued(s) for s in batch))
         return [min(0 if self._part == 1 else _K, sequence.num_remaining - 1) for sequence in batch]
 
     def observe(self, step):
@@ -59,4 +59,4 @@ def expect_pause_and_resumption(target, draft, most_queued, **config):
     # Rejected rows of the last step that drafted count as well, so a few less may wait.
     assert most_queued - 16 <= max(policy.queued) <= most_queued, "features wait while nothing is drafted"
     assert policy.queued[-1] < most_queued // 2, "too many were computed at once"
-    assert not engine.drafter._states
+    assert engine.drafter.num_admitted == 0

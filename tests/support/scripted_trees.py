@@ -7,6 +7,8 @@ import random
 import torch
 
 import specdec_fast as sd
+from specdec_fast.drafters.base import draft_of_trees
+from specdec_fast.trees.growing import TreeNodes
 from support.models import VOCAB_SIZE
 
 
@@ -60,14 +62,9 @@ class RandomTrees(sd.TreeDrafter):
 
     def propose_trees(self, sequences, limits, node_limits):
         self.asked.append((list(limits), list(node_limits)))
-        tokens, parents, counts = [], [], []
-        for sequence, depth, num_nodes in zip(sequences, limits, node_limits, strict=True):
-            own = self.tree_for(sequence, depth, num_nodes) if depth else ([], [])
-            tokens += own[0]
-            parents += own[1]
-            counts.append(len(own[0]))
-        as_tensor = torch.tensor(parents, dtype=torch.int32)
-        return sd.Draft(torch.tensor(tokens, dtype=torch.int64), counts, as_tensor)
+        asked = zip(sequences, limits, node_limits, strict=True)
+        trees = [TreeNodes(*self.tree_for(*own), []) if own[1] else None for own in asked]
+        return draft_of_trees(trees, torch.device("cpu"))
 
     def tree_for(self, sequence, depth, num_nodes):
         emitted = sequence.length - sequence.prompt_length

@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, AttentionParams, PagedBatch
+from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
+from specdec_fast.trees.rows import TREE_MASK_BITS
 from support.strategies import HEAD_DIMS, LAYOUTS, SEEDS, CallSizes, block_table_of, generator, laid_out
 
 

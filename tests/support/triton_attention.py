@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.op_cases.paged_attention import PagedShape
 from specdec_fast.ops import all_ops
-from specdec_fast.ops.paged_attention import _make, _Shape
 from specdec_fast.triton_kernels import paged_attention as module
-from support.op_cases import CPU
 
 OP = all_ops()["paged_attention"]
 # fp16 first, which is faster here: its tiles are larger.
@@ -29,8 +28,8 @@ def attention(**args: Any) -> Tensor:
     return OP.load("triton")(**args)
 
 
-def make(shape: _Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
-    return _make(shape, torch.Generator().manual_seed(seed), dtype, CPU)
+def make(shape: PagedShape, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
+    return shape.draw(torch.Generator().manual_seed(seed), dtype)
 
 
 @contextmanager
@@ -57,12 +56,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
 
 
 PIECES = {
-    "chain": _Shape((200, 64, 65), (6, 1, 40), head_dim=16),
-    "window": _Shape((200, 64, 130), (6, 3, 20), heads=2, kv_heads=1, head_dim=16, sliding_window=70),
-    "softcap": _Shape((130, 65), (6, 1), head_dim=16, softcap=2.0),
-    "tree": _Shape((150, 64, 40), (9, 3, 6), heads=2, kv_heads=1, head_dim=16, tree=True),
-    "tree_window": _Shape((150, 70), (5, 12), heads=2, kv_heads=1, head_dim=16, tree=True, sliding_window=64),
-    "sinks": _Shape((200, 64, 65), (6, 1, 40), head_dim=16, sinks=True),
-    "narrow_values": _Shape((200, 64, 65), (6, 1, 40), head_dim=24, value_dim=16),
-    "no_rows": _Shape((130, 90, 0), (3, 0, 0), head_dim=16),
+    "chain": PagedShape((200, 64, 65), (6, 1, 40), head_dim=16),
+    "window": PagedShape((200, 64, 130), (6, 3, 20), heads=2, kv_heads=1, head_dim=16, sliding_window=70),
+    "softcap": PagedShape((130, 65), (6, 1), head_dim=16, softcap=2.0),
+    "tree": PagedShape((150, 64, 40), (9, 3, 6), heads=2, kv_heads=1, head_dim=16, tree=True),
+    "tree_window": PagedShape((150, 70), (5, 12), heads=2, kv_heads=1, head_dim=16, tree=True, sliding_window=64),
+    "sinks": PagedShape((200, 64, 65), (6, 1, 40), head_dim=16, sinks=True),
+    "narrow_values": PagedShape((200, 64, 65), (6, 1, 40), head_dim=24, value_dim=16),
+    "no_rows": PagedShape((130, 90, 0), (3, 0, 0), head_dim=16),
 }

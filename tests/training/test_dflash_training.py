@@ -8,15 +8,14 @@ import torch
 from specdec_fast.drafters.dflash.model import load_dflash
 from specdec_fast.drafters.dflash.training import BlockSize, new_dflash, save_dflash
 from specdec_fast.drafters.shared.new_drafter import DrafterSize
-from specdec_fast.errors import ConfigError
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Teacher, agreement, loss_of, padded
 from specdec_fast.training.dspark_loss import confidence_report, dspark_loss
 from specdec_fast.training.texts import Texts, rarest_id
-from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.training.trainer import Trainer, TrainingSettings
 from support import dflash
-from support.models import VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE
 
 TAPS, CPU = (1, 2), torch.device("cpu")
 
@@ -50,14 +49,14 @@ def test_blocks_are_those_of_drafting(target, texts, tmp_path, monkeypatch, rank
     ):
         monkeypatch.setattr(dflash, name, value)
     token_ids, lengths = padded(texts[1:3], CPU)
-    lesson = Teacher(target, TAPS, None).lesson(token_ids, lengths)
+    output = Teacher(target, TAPS, None).output(token_ids, lengths)
     num_steps = module.most_steps
     with torch.no_grad():
-        unrolled = module.unroll(lesson.features, token_ids, num_steps)
-        chosen = module.drafts(lesson.features, token_ids, num_steps)
+        unrolled = module.unroll(output.features, token_ids, num_steps)
+        chosen = module.drafts(output.features, token_ids, num_steps)
     for step, (logits, rows) in enumerate(chosen):
         torch.testing.assert_close(logits, unrolled[step][:, rows - step - 1])
-    assert sorted(chosen[0][1].tolist()) != sorted(module.drafts(lesson.features, token_ids, num_steps)[0][1].tolist())
+    assert sorted(chosen[0][1].tolist()) != sorted(module.drafts(output.features, token_ids, num_steps)[0][1].tolist())
     save_dflash(module, tmp_path, target, TAPS)
     loaded = load_dflash(tmp_path, RaggedModel(target, resolve(CPU)))
     assert (loaded.taps, loaded.config.most_draft_tokens) == (TAPS, num_steps)
@@ -65,7 +64,7 @@ def test_blocks_are_those_of_drafting(target, texts, tmp_path, monkeypatch, rank
     weights |= {"embed_tokens.weight": target.get_input_embeddings().weight.detach()}
     weights |= {"lm_head.weight": target.get_output_embeddings().weight.detach()}
     for text, row in ((0, 0), (1, 7), (0, 10)):
-        features = lesson.features[text, : row + 1].unflatten(-1, (len(TAPS), -1))
+        features = output.features[text, : row + 1].unflatten(-1, (len(TAPS), -1))
         tokens, found = token_ids[text].tolist(), []
 
         def choose(logits, ahead, tokens=tokens, row=row, found=found):
@@ -82,28 +81,29 @@ def test_blocks_are_those_of_drafting(target, texts, tmp_path, monkeypatch, rank
 def test_training_lowers_the_loss(target, texts, tmp_path):
     module, teacher = made(target, dflash.RANK), Teacher(target, TAPS, None)
     token_ids, lengths = padded(texts, CPU)
-    lesson = teacher.lesson(token_ids, lengths)
-    before = loss_of(module, token_ids, lesson, module.most_steps).item()
-    recipe = Recipe(epochs=12, batch_tokens=80, learning_rate=1e-2, num_steps=module.most_steps)
-    Trainer(module, teacher, texts, recipe, tmp_path).run(1e9)
-    assert loss_of(module, token_ids, lesson, module.most_steps).item() < before - 0.5
-    counts = agreement(module, token_ids, lesson, module.most_steps)
+    output = teacher.output(token_ids, lengths)
+    before = loss_of(module, token_ids, output, module.most_steps).item()
+    settings = TrainingSettings(epochs=12, batch_tokens=80, learning_rate=1e-2, num_steps=module.most_steps)
+    Trainer(module, teacher, texts, settings, tmp_path).run(1e9)
+    assert loss_of(module, token_ids, output, module.most_steps).item() < before - 0.5
+    counts = agreement(module, token_ids, output, module.most_steps)
     assert counts[:, 1].min() > 0
 
 
+@pytest.mark.grid
 def test_the_confidence_head_learns_what_is_accepted(target, texts, tmp_path):
     """Its estimates come nearer to what is accepted than the share of accepted tokens does."""
     module, teacher = made(target, dflash.RANK), Teacher(target, TAPS, None)
-    recipe = Recipe(epochs=30, batch_tokens=80, learning_rate=1e-2, num_steps=module.most_steps)
-    Trainer(module, teacher, texts, recipe, tmp_path).run(1e9)  # so that some tokens are accepted
+    settings = TrainingSettings(epochs=30, batch_tokens=80, learning_rate=1e-2, num_steps=module.most_steps)
+    Trainer(module, teacher, texts, settings, tmp_path).run(1e9)  # so that some tokens are accepted
     token_ids, lengths = padded(texts, CPU)
-    lesson = teacher.lesson(token_ids, lengths)
+    output = teacher.output(token_ids, lengths)
     optimizer = torch.optim.AdamW(module.confidence_head.parameters(), lr=3e-2)
     for _ in range(150):
-        dspark_loss(module, token_ids, lesson, module.most_steps).backward()
+        dspark_loss(module, token_ids, output, module.most_steps).backward()
         optimizer.step()
         optimizer.zero_grad()
-    estimated, accepted, errors, count = confidence_report(module, token_ids, lesson, module.most_steps).sum(0).tolist()
+    estimated, accepted, errors, count = confidence_report(module, token_ids, output, module.most_steps).sum(0).tolist()
     rate = accepted / count
     assert 0.1 < rate < 0.9
     assert estimated / count == pytest.approx(rate, abs=0.1)
@@ -112,11 +112,11 @@ def test_the_confidence_head_learns_what_is_accepted(target, texts, tmp_path):
 
 def test_the_confidence_head_changes_no_other_gradient(target, texts):
     token_ids, lengths = padded(texts, CPU)
-    lesson = Teacher(target, TAPS, None).lesson(token_ids, lengths)
+    output = Teacher(target, TAPS, None).output(token_ids, lengths)
     gradients = []
     for loss in (dspark_loss, loss_of):
         module = made(target, dflash.RANK)
-        loss(module, token_ids, lesson, module.most_steps).backward()
+        loss(module, token_ids, output, module.most_steps).backward()
         gradients.append({name: weight.grad for name, weight in module.named_parameters()})
     scored, plain = gradients
     assert [name for name, gradient in plain.items() if gradient is None] == [
@@ -130,8 +130,8 @@ def test_the_confidence_head_changes_no_other_gradient(target, texts):
 def test_the_markov_head_is_no_matrix_of_layers(target, texts, tmp_path):
     module = made(target, dflash.RANK)
     before = module.markov_head.markov_w2.weight.clone()
-    recipe = Recipe(batch_tokens=80, learning_rate=0.0, matrix_learning_rate=0.02, num_steps=module.most_steps)
-    Trainer(module, Teacher(target, TAPS, None), texts, recipe, tmp_path).run(1e9)
+    settings = TrainingSettings(2, 80, 0.0, matrix_learning_rate=0.02, num_steps=module.most_steps)
+    Trainer(module, Teacher(target, TAPS, None), texts, settings, tmp_path).run(1e9)
     assert torch.equal(module.markov_head.markov_w2.weight, before), "its rows belong to ids"
 
 
@@ -139,10 +139,3 @@ def test_the_mask_is_the_id_that_texts_use_least():
     texts = Texts.of([[0, 1, 2, 3, 4, 5], [0, 1, 2, 4, 0, 1]])
     assert rarest_id(texts, 6) == 5
     assert rarest_id(texts, 8) == 7
-
-
-def test_an_output_layer_with_a_bias_is_refused():
-    target = tiny_model("llama")
-    target.set_output_embeddings(torch.nn.Linear(target.config.hidden_size, VOCAB_SIZE))
-    with pytest.raises(ConfigError, match=r"output layer of LlamaForCausalLM is a Linear.*without a bias"):
-        made(target, 0)

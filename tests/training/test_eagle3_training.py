@@ -13,7 +13,7 @@ from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
 from specdec_fast.training.texts import Texts, frequent_ids, write_texts
-from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.training.trainer import Trainer, TrainingSettings
 from support import eagle3
 from support.models import TINY_GROUPED, VOCAB_SIZE
 
@@ -28,13 +28,13 @@ def texts(target):
     return write_texts(engine, prompts, 700, 20, seed=1)
 
 
-def made(target, texts, tmp_path, size=None, recipe=None, draft_vocab_size=None, loss=loss_of):
+def made(target, texts, tmp_path, size=None, settings=None, draft_vocab_size=None, loss=loss_of):
     torch.manual_seed(0)
     ids = frequent_ids(texts, VOCAB_SIZE, draft_vocab_size)
     module = new_module(target, size or DrafterSize(16, tap_layers=TAPS), draft_vocab_size or VOCAB_SIZE, ids)
     learnt, _ = texts.split(4)
-    recipe = recipe or Recipe(epochs=2, batch_tokens=150, learning_rate=1e-2, num_steps=STEPS, early_share=0.5)
-    return Trainer(module, Teacher(target, TAPS, ids), learnt, recipe, tmp_path, loss)
+    settings = settings or TrainingSettings(2, 150, learning_rate=1e-2, num_steps=STEPS, early_share=0.5)
+    return Trainer(module, Teacher(target, TAPS, ids), learnt, settings, tmp_path, loss)
 
 
 def test_unrolled_logits_are_those_of_drafting(target, texts, tmp_path, monkeypatch):
@@ -50,13 +50,13 @@ def test_unrolled_logits_are_those_of_drafting(target, texts, tmp_path, monkeypa
     ):
         monkeypatch.setattr(eagle3, name, value)
     token_ids, lengths = padded(texts.split(0)[0][:2], CPU)
-    lesson = trainer._teacher.lesson(token_ids, lengths)
+    output = trainer.teacher.output(token_ids, lengths)
     weights = {name: weight.detach() for name, weight in trainer.module.named_parameters()}
     with torch.no_grad():
-        unrolled = trainer.module.unroll(lesson.features, token_ids, STEPS)
+        unrolled = trainer.module.unroll(output.features, token_ids, STEPS)
     text, found = token_ids[0].tolist(), []
     for i in (0, 1, 7):
-        features = lesson.features[0, : i + 1].unflatten(1, (len(TAPS), -1))
+        features = output.features[0, : i + 1].unflatten(1, (len(TAPS), -1))
 
         def choose(logits, ahead, i=i):
             found.append((unrolled[ahead][0, i], logits))
@@ -75,62 +75,62 @@ def test_padding_changes_no_loss(target, texts, tmp_path):
     for extra in ([], [torch.zeros(len(text) + 9, dtype=torch.int64)]):
         token_ids, lengths = padded([text, *extra], CPU)
         token_ids, lengths = token_ids[:1], lengths[:1]
-        loss = loss_of(trainer.module, token_ids, trainer._teacher.lesson(token_ids, lengths), STEPS)
+        loss = loss_of(trainer.module, token_ids, trainer.teacher.output(token_ids, lengths), STEPS)
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("matrix_learning_rate", [None, 0.02], ids=["adamw", "muon"])
 def test_training_lowers_the_loss_and_raises_agreement(target, texts, tmp_path, matrix_learning_rate):
-    recipe = Recipe(
+    settings = TrainingSettings(
         15, batch_tokens=150, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate, num_steps=STEPS
     )
-    trainer = made(target, texts, tmp_path, recipe=recipe)
-    learnt = trainer._texts
+    trainer = made(target, texts, tmp_path, settings=settings)
+    learnt = trainer.texts
     token_ids, lengths = padded(learnt, CPU)
-    lesson = trainer._teacher.lesson(token_ids, lengths)
-    before, loss = trainer.evaluate(learnt), loss_of(trainer.module, token_ids, lesson, STEPS).item()
+    output = trainer.teacher.output(token_ids, lengths)
+    before, loss = trainer.evaluate(learnt), loss_of(trainer.module, token_ids, output, STEPS).item()
     trainer.run(1e9)
     assert trainer.step == trainer.num_steps > 8
     after = trainer.evaluate(learnt)
     assert len(after) == STEPS
     assert after[0] > before[0] + 0.1
-    assert loss_of(trainer.module, token_ids, lesson, STEPS).item() < loss - 0.5
+    assert loss_of(trainer.module, token_ids, output, STEPS).item() < loss - 0.5
 
 
 @pytest.mark.parametrize("matrix_learning_rate", [None, 0.02], ids=["adamw", "muon"])
 def test_a_resumed_run_ends_with_the_same_weights(target, texts, tmp_path, matrix_learning_rate):
-    recipe = Recipe(batch_tokens=150, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate, num_steps=STEPS)
-    whole = made(target, texts, tmp_path, recipe=recipe)
+    settings = TrainingSettings(2, 150, 1e-2, matrix_learning_rate, num_steps=STEPS)
+    whole = made(target, texts, tmp_path, settings=settings)
     whole.run(1e9)
-    part, lesson = made(target, texts, tmp_path, recipe=recipe), Teacher.lesson
+    part, output = made(target, texts, tmp_path, settings=settings), Teacher.output
     calls = iter(range(5))
 
     def interrupted(*args):
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return lesson(part._teacher, *args)
+        return output(part.teacher, *args)
 
-    part._teacher.lesson = interrupted
+    part.teacher.output = interrupted
     with pytest.raises(KeyboardInterrupt):
         part.run(1e9)
     assert part.step == 5
     part.save()
-    rest = made(target, texts, tmp_path, recipe=recipe)
+    rest = made(target, texts, tmp_path, settings=settings)
     rest.resume()
     assert rest.step == 5
     rest.run(1e9)
     assert rest.step == whole.step
     assert rest.loss == whole.loss
     assert all(map(torch.equal, rest.module.state_dict().values(), whole.module.state_dict().values()))
-    other = made(target, texts, tmp_path, recipe=Recipe(epochs=3))
+    other = made(target, texts, tmp_path, settings=TrainingSettings(epochs=3))
     with pytest.raises(sd.ConfigError, match="written with other settings"):
         other.resume()
     state = torch.load(tmp_path / "training_state.pt", weights_only=True)
     del state["optimizers"]
     torch.save(state, tmp_path / "training_state.pt")
     with pytest.raises(sd.ConfigError, match="is no checkpoint of a training"):
-        made(target, texts, tmp_path, recipe=recipe).resume()
+        made(target, texts, tmp_path, settings=settings).resume()
     torch.save({"module": print}, tmp_path / "training_state.pt")
     with pytest.raises(sd.ConfigError, match=r"cannot be read \(it holds print, and only tensors are read"):
         made(target, texts, tmp_path).resume()
@@ -144,7 +144,7 @@ def test_muon_trains_the_matrices_of_layers_alone(target, texts, tmp_path):
     names = {name for name, _ in made(target, texts, tmp_path).module.named_parameters()}
     matrices = {name for name in names if "proj" in name} | {"fc.weight"}
     for rates, expected in (((0.0, 0.02), matrices), ((1e-2, 0.0), names - matrices)):
-        trainer = made(target, texts, tmp_path, recipe=Recipe(1, 150, *rates, num_steps=STEPS))
+        trainer = made(target, texts, tmp_path, settings=TrainingSettings(1, 150, *rates, num_steps=STEPS))
         before = {name: weight.clone() for name, weight in trainer.module.named_parameters()}
         trainer.run(1e9)
         assert {n for n, weight in trainer.module.named_parameters() if not torch.equal(weight, before[n])} == expected
@@ -152,20 +152,20 @@ def test_muon_trains_the_matrices_of_layers_alone(target, texts, tmp_path):
 
 def test_ids_that_cannot_be_proposed_teach_nothing(target, texts, tmp_path):
     trainer = made(target, texts, tmp_path, draft_vocab_size=20)
-    token_ids, lengths = padded(trainer._texts[:3], CPU)
-    lesson = trainer._teacher.lesson(token_ids, lengths)
+    token_ids, lengths = padded(trainer.texts[:3], CPU)
+    output = trainer.teacher.output(token_ids, lengths)
     ids = frequent_ids(texts, VOCAB_SIZE, 20)
     counts = torch.bincount(texts.token_ids.long(), minlength=VOCAB_SIZE)
     assert counts[ids].min() >= counts.sort(descending=True).values[20:].max()
     with torch.no_grad():
         best = target(token_ids).logits.argmax(-1)
     expected = torch.where(torch.isin(best, ids), torch.searchsorted(ids, best), -1)
-    assert torch.equal(lesson.best, expected)
+    assert torch.equal(output.best, expected)
     assert (expected < 0).any()
-    torch.testing.assert_close(lesson.probabilities.sum(-1), torch.ones(token_ids.shape))
-    loss = loss_of(trainer.module, token_ids, lesson, STEPS)
-    lesson.probabilities[expected < 0] = torch.nan
-    assert torch.equal(loss, loss_of(trainer.module, token_ids, lesson, STEPS))
+    torch.testing.assert_close(output.probabilities.sum(-1), torch.ones(token_ids.shape))
+    loss = loss_of(trainer.module, token_ids, output, STEPS)
+    output.probabilities[expected < 0] = torch.nan
+    assert torch.equal(loss, loss_of(trainer.module, token_ids, output, STEPS))
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 20])
@@ -178,18 +178,20 @@ def test_what_is_saved_loads_as_a_drafter(target, texts, tmp_path, hidden_size, 
     ragged = RaggedModel(target, resolve(CPU))
     loaded = load_eagle3(tmp_path, ragged)
     assert loaded.taps == TAPS
-    assert torch.equal(loaded._head, trainer.module.lm_head.weight.bfloat16().float())
+    head = trainer.module.lm_head.weight.bfloat16().float()
+    assert any(torch.equal(weight, head) for weight in loaded.weights())
     assert (loaded.target_ids is None) if ids is None else torch.equal(loaded.target_ids, ids)
-    has_own = loaded._embedding.data_ptr() != target.get_input_embeddings().weight.data_ptr()
-    assert has_own is (hidden_size != TINY_GROUPED["hidden_size"])
+    embedding = target.get_input_embeddings().weight.data_ptr()
+    shares = embedding in {weight.data_ptr() for weight in loaded.weights()}
+    assert shares is (hidden_size == TINY_GROUPED["hidden_size"])
 
 
 def test_the_first_batches_unroll_fewer_steps(target, texts, tmp_path):
     counts = []
 
-    def counted(module, token_ids, lesson, num_steps):
+    def counted(module, token_ids, output, num_steps):
         counts.append(num_steps)
-        return loss_of(module, token_ids, lesson, num_steps)
+        return loss_of(module, token_ids, output, num_steps)
 
     trainer = made(target, texts, tmp_path, loss=counted)
     trainer.run(1e9)
@@ -198,8 +200,8 @@ def test_the_first_batches_unroll_fewer_steps(target, texts, tmp_path):
 
 
 def test_texts_shorter_than_the_steps_are_evaluated(target, texts, tmp_path):
-    recipe = Recipe(batch_tokens=9, num_steps=5)
-    trainer = made(target, texts, tmp_path, recipe=recipe)
+    settings = TrainingSettings(batch_tokens=9, num_steps=5)
+    trainer = made(target, texts, tmp_path, settings=settings)
     shares = trainer.evaluate([torch.tensor([1, 2, 3, 4])])
     assert len(shares) == 5
     assert shares[2:] == [0.0, 0.0, 0.0]

@@ -23,16 +23,16 @@ from specdec_fast.training import texts as texts_module
 from specdec_fast.training.drafter_loss import Teacher
 from specdec_fast.training.interrupts import Terminated, deferred, terminable
 from specdec_fast.training.texts import Texts
-from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.training.trainer import Trainer, TrainingSettings
 from specdec_fast.whole_files import replaced
 
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 
 
 def made(target, texts, folder, matrix_learning_rate=None):
-    recipe = Recipe(2, 32, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate, num_steps=2)
+    settings = TrainingSettings(2, 32, learning_rate=1e-2, matrix_learning_rate=matrix_learning_rate, num_steps=2)
     teacher = Teacher(target, (target.config.num_hidden_layers,), None)
-    return Trainer(new_heads(target, 2), teacher, texts, recipe, folder)
+    return Trainer(new_heads(target, 2), teacher, texts, settings, folder)
 
 
 @pytest.mark.parametrize("place", ["before the first optimizer", "behind the first one", "behind the last one"])
@@ -41,7 +41,7 @@ def test_a_signal_within_a_step_waits_for_its_end(target, texts, tmp_path, numbe
     whole = made(target, texts, tmp_path, 0.02)
     whole.run(1e9)
     part = made(target, texts, tmp_path, 0.02)
-    first, last = part._optimizers[0], part._optimizers[-1]
+    first, last = part.optimizers[0], part.optimizers[-1]
     assert first is not last
     num_calls = 0
 

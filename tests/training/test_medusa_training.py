@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import specdec_fast as sd
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import make_drafter
 from specdec_fast.drafters.medusa.training import new_heads, save_heads
@@ -16,7 +15,7 @@ from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.training.drafter_loss import Teacher, loss_of, padded
 from specdec_fast.training.hit_counts import hit_counts
-from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.training.trainer import Trainer, TrainingSettings
 from support.models import VOCAB_SIZE
 
 CPU, NUM_HEADS = torch.device("cpu"), 3
@@ -25,8 +24,8 @@ CPU, NUM_HEADS = torch.device("cpu"), 3
 def test_heads_begin_as_the_targets_output_layer(target, texts):
     module, teacher = new_heads(target, NUM_HEADS), Teacher(target, (3,), None)
     token_ids, lengths = padded(texts, CPU)
-    lesson = teacher.lesson(token_ids, lengths)
-    for step, logits in enumerate(module.unroll(lesson.features, token_ids, NUM_HEADS)):
+    output = teacher.output(token_ids, lengths)
+    for step, logits in enumerate(module.unroll(output.features, token_ids, NUM_HEADS)):
         # The last hidden state of transformers is the input of the output layer, so these are the target's logits.
         expected = target(token_ids).logits[:, : token_ids.shape[1] - 1 - step]
         torch.testing.assert_close(logits, expected)
@@ -35,12 +34,12 @@ def test_heads_begin_as_the_targets_output_layer(target, texts):
 def test_training_lowers_the_loss_and_what_is_saved_loads(target, texts, tmp_path):
     module, teacher = new_heads(target, NUM_HEADS), Teacher(target, (3,), None)
     token_ids, lengths = padded(texts, CPU)
-    lesson = teacher.lesson(token_ids, lengths)
-    before = loss_of(module, token_ids, lesson, NUM_HEADS).item()
-    recipe = Recipe(epochs=15, batch_tokens=60, learning_rate=1e-2, num_steps=NUM_HEADS)
-    trainer = Trainer(module, teacher, texts, recipe, tmp_path)
+    output = teacher.output(token_ids, lengths)
+    before = loss_of(module, token_ids, output, NUM_HEADS).item()
+    settings = TrainingSettings(epochs=15, batch_tokens=60, learning_rate=1e-2, num_steps=NUM_HEADS)
+    trainer = Trainer(module, teacher, texts, settings, tmp_path)
     trainer.run(1e9)
-    assert loss_of(module, token_ids, lesson, NUM_HEADS).item() < before - 1
+    assert loss_of(module, token_ids, output, NUM_HEADS).item() < before - 1
     save_heads(module, tmp_path, [[0], [0, 0], [1]])
     ragged = RaggedModel(target, resolve(CPU))
     drafter = make_drafter(str(tmp_path), ragged, EngineConfig(), ragged.ops, None)
@@ -52,8 +51,8 @@ def test_training_lowers_the_loss_and_what_is_saved_loads(target, texts, tmp_pat
 
 def test_the_last_layers_of_heads_are_no_matrices_of_layers(target, texts, tmp_path):
     module = new_heads(target, NUM_HEADS)
-    recipe = Recipe(batch_tokens=60, learning_rate=0.0, matrix_learning_rate=0.02, num_steps=NUM_HEADS)
-    Trainer(module, Teacher(target, (3,), None), texts, recipe, tmp_path).run(1e9)
+    settings = TrainingSettings(batch_tokens=60, learning_rate=0.0, matrix_learning_rate=0.02, num_steps=NUM_HEADS)
+    Trainer(module, Teacher(target, (3,), None), texts, settings, tmp_path).run(1e9)
     for head in module.heads:
         assert torch.equal(head[-1].weight, target.get_output_embeddings().weight), "its rows belong to ids"
         assert head[0].linear.weight.any()
@@ -94,14 +93,7 @@ def test_hits_are_counted_by_depth_and_rank():
 
 def test_texts_shorter_than_the_heads_are_counted_as_far_as_they_go(target):
     token_ids, lengths = padded([torch.arange(4)], CPU)
-    features = Teacher(target, (3,), None).lesson(token_ids, lengths).features
+    features = Teacher(target, (3,), None).output(token_ids, lengths).features
     counts = hit_counts(new_heads(target, 5), features, token_ids, lengths, [5, VOCAB_SIZE])
     assert counts[:, 0].tolist() == [2, 1, 0, 0, 0]
     assert counts[:, 1:].sum(1).tolist() == [2, 1, 0, 0, 0]
-
-
-def test_an_output_layer_with_a_bias_is_refused(target):
-    model = nn.Module()
-    model.get_output_embeddings = lambda: nn.Linear(4, 5)
-    with pytest.raises(sd.ConfigError, match="linear layer without a bias"):
-        new_heads(model, 3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
+from specdec_fast.drafters.shared.checkpoint.writing import trained_weights
 from specdec_fast.training.online import OnlineSettings, OnlineUpdates
 from specdec_fast.training.update_bandit import FULL, HEAD, SKIP
 from support.models import VOCAB_SIZE, tiny_model
@@ -43,16 +44,17 @@ def test_an_update_changes_drafts_and_no_output(tmp_path, monkeypatch, dtype, op
     plain = sd.Engine(engine.target.model, None, max_batch_size=4)
     expected = [output.token_ids for output in outputs_of(plain)]
     model = engine.drafter.model
-    before = [weight.clone() for weight in (model._head, model._layers[0].qkv[0], model._queries)]
+    learnt = [weight for weight in model.tensors() if weight.is_floating_point()]
+    before = [weight.clone() for weight in learnt]
     for _ in range(3):
         outputs = outputs_of(engine)
         assert [output.token_ids for output in outputs] == expected
         update = updates.observe(outputs)
         assert update.arm == FULL
         assert update.num_tokens > 0
-    head = dict(updates._module.named_parameters())["lm_head.weight"]
-    assert torch.equal(model._head, head.detach().to(dtype))
-    for weight, old in zip((model._head, model._layers[0].qkv[0], model._queries), before, strict=True):
+    head = updates.module.lm_head.weight.detach().to(dtype)
+    assert any(torch.equal(weight, head) for weight in learnt)
+    for weight, old in zip(learnt, before, strict=True):
         assert not torch.equal(weight, old)
     assert (model.target_ids is None) == ("draft_vocab_size" not in options)
 
@@ -67,11 +69,11 @@ def test_a_drafter_learns_its_traffic(tmp_path, monkeypatch):
 
 def test_the_heads_alone_are_updated(tmp_path, monkeypatch):
     engine, updates = make(tmp_path, monkeypatch, HEAD)
-    before = {name: weight.detach().clone() for name, weight in updates._module.named_parameters()}
+    before = {name: weight.detach().clone() for name, weight in updates.module.named_parameters()}
     updates.observe(outputs_of(engine))
-    changed = {name for name, weight in updates._module.named_parameters() if not torch.equal(weight, before[name])}
+    changed = {name for name, weight in updates.module.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
-    assert all(weight.requires_grad for weight in updates._module.parameters())
+    assert all(weight.requires_grad for weight in updates.module.parameters())
 
 
 def test_what_is_saved_is_what_drafts(tmp_path, monkeypatch):
@@ -92,7 +94,7 @@ def test_nothing_is_updated_while_a_call_is_open(tmp_path, monkeypatch):
     with pytest.raises(sd.EngineBusyError, match="a call of the engine is open"):
         updates.observe(outputs)
     with pytest.raises(sd.DrafterError, match=r"\d sequences are admitted"):
-        engine.drafter.replace_weights(updates._weights())
+        engine.drafter.replace_weights(trained_weights(updates.module))
     stream.close()
     assert updates.observe(outputs).arm == FULL
 
@@ -105,7 +107,7 @@ def test_the_default_settings_update_within_their_share_of_the_time(tmp_path):
     assert updates.observe([]).arm == SKIP
     for _ in range(3):
         updates.observe(outputs_of(engine))
-    assert sum(map(len, updates._texts)) <= 100 + 64
+    assert updates.num_kept_tokens <= 100 + 64
     assert updates.bandit.num_tokens == 3 * 6 * 24
 
 
@@ -122,6 +124,6 @@ def test_settings_are_checked():
 
 def test_weights_of_another_shape_are_refused(tmp_path, monkeypatch):
     engine, updates = make(tmp_path, monkeypatch, FULL)
-    weights = updates._weights() | {"norm.weight": torch.ones(3)}
+    weights = trained_weights(updates.module) | {"norm.weight": torch.ones(3)}
     with pytest.raises(sd.ConfigError, match=r"norm\.weight has the shape"):
         engine.drafter.replace_weights(weights)

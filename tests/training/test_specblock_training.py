@@ -13,9 +13,9 @@ from specdec_fast.drafters.specblock.module import SpecBlockModule
 from specdec_fast.drafters.specblock.training import new_blocks, save_blocks
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
-from specdec_fast.training.drafter_loss import Lesson, Teacher, padded
+from specdec_fast.training.drafter_loss import Teacher, TeacherOutput, padded
 from specdec_fast.training.specblock_loss import _rank_loss, _slots_loss, block_loss, rank_labels
-from specdec_fast.training.trainer import Recipe, Trainer
+from specdec_fast.training.trainer import Trainer, TrainingSettings
 from support.models import VOCAB_SIZE
 from support.specblock import HIDDEN, TAPS, K, config_of, dense_blocks, random_weights
 
@@ -32,7 +32,7 @@ def test_what_is_trained_is_what_drafts(target, texts):
     assert not missing
     assert not unknown
     token_ids, lengths = padded(texts[:3], CPU)
-    features = Teacher(target, TAPS, None).lesson(token_ids, lengths).features
+    features = Teacher(target, TAPS, None).output(token_ids, lengths).features
     hidden, key_values = module.true_blocks(features, token_ids)
     for slot in range(K):
         positions = torch.tensor([0, 3, 4])
@@ -58,7 +58,7 @@ def test_texts_too_short_for_a_second_block_are_learnt_from(target, length):
     teacher = Teacher(target, TAPS, None)
     for total in range(32):
         token_ids, lengths = padded([torch.tensor([total, *[0] * (length - 1)])], CPU)
-        loss = block_loss(module, token_ids, teacher.lesson(token_ids, lengths), min(K, length - 2))
+        loss = block_loss(module, token_ids, teacher.output(token_ids, lengths), min(K, length - 2))
         assert loss.isfinite()
         assert loss.requires_grad
 
@@ -83,9 +83,9 @@ def test_a_slot_is_trained_where_those_before_it_drafted_the_text():
         logits[0, block, slot, token] += 20
     probabilities = torch.randn(1, 6, vocab_size, generator=torch.Generator().manual_seed(1)).softmax(-1)
     counts = torch.tensor([[True, True, True, True, True, False]])
-    lesson = Lesson(None, probabilities, probabilities.argmax(-1), counts)
+    output = TeacherOutput(None, probabilities, probabilities.argmax(-1), counts)
     classes = torch.zeros(5, 4)
-    found = _slots_loss(Fixed(logits, classes), torch.zeros(1, 2, 3, 2), token_ids, lesson, torch.tensor([1, 2]))
+    found = _slots_loss(Fixed(logits, classes), torch.zeros(1, 2, 3, 2), token_ids, output, torch.tensor([1, 2]))
     expected, learnt = 0.0, {0: [0, 1], 1: [0, 1], 2: [1]}  # by slot, the blocks with a valid prefix
     for slot, blocks in learnt.items():
         for block in blocks:
@@ -96,7 +96,7 @@ def test_a_slot_is_trained_where_those_before_it_drafted_the_text():
     assert len(ids) == 5
     rows = [(block, slot) for block in range(2) for slot in range(3) if block in learnt[slot]]
     own = torch.stack([logits[0, block, slot] for block, slot in rows])
-    best = torch.stack([lesson.best[0, block + 1 + slot] for block, slot in rows])
+    best = torch.stack([output.best[0, block + 1 + slot] for block, slot in rows])
     rank = _rank_loss(Fixed(logits, classes), torch.zeros(5, 2), own, best, torch.tensor([slot for _, slot in rows]))
     torch.testing.assert_close(found, expected + rank)
 
@@ -126,12 +126,12 @@ def test_training_lowers_the_loss_and_what_is_saved_loads(target, texts, tmp_pat
     module = new_blocks(target, SIZE, VOCAB_SIZE if draft_ids is None else 60, draft_ids)
     teacher = Teacher(target, TAPS, draft_ids)
     token_ids, lengths = padded(texts, CPU)
-    lesson = teacher.lesson(token_ids, lengths)
-    before = block_loss(module, token_ids, lesson, K).item()
-    recipe = Recipe(epochs=12, batch_tokens=90, learning_rate=1e-2, num_steps=K)
-    trainer = Trainer(module, teacher, texts, recipe, tmp_path, block_loss)
+    output = teacher.output(token_ids, lengths)
+    before = block_loss(module, token_ids, output, K).item()
+    settings = TrainingSettings(epochs=12, batch_tokens=90, learning_rate=1e-2, num_steps=K)
+    trainer = Trainer(module, teacher, texts, settings, tmp_path, block_loss)
     trainer.run(1e9)
-    assert block_loss(module, token_ids, lesson, K).item() < before - 1
+    assert block_loss(module, token_ids, output, K).item() < before - 1
     assert len(trainer.evaluate(texts)) == K
     save_blocks(module, tmp_path, target, TAPS, draft_ids, 9)
     ragged = RaggedModel(target, resolve(CPU))
@@ -148,7 +148,7 @@ def test_a_new_drafter_passes_on_conditions_and_tokens(target, texts):
     assert module.config.hidden_size == target.config.hidden_size != HIDDEN
     assert not module.input_layer.embed_tokens.weight.requires_grad
     token_ids, lengths = padded(texts, CPU)
-    features = Teacher(target, TAPS, None).lesson(token_ids, lengths).features
+    features = Teacher(target, TAPS, None).output(token_ids, lengths).features
     hidden, _ = module.true_blocks(features, token_ids)
     size = module.config.hidden_size
     condition = torch.nn.functional.rms_norm(features[:, :-1, -size:], (size,))
@@ -162,5 +162,5 @@ def test_a_new_drafter_passes_on_conditions_and_tokens(target, texts):
 def test_the_valid_prefix_of_a_text_that_is_too_short(target):
     module = new_blocks(target, SIZE, VOCAB_SIZE, None)
     token_ids, lengths = padded([torch.arange(4)], CPU)
-    loss = block_loss(module, token_ids, Teacher(target, TAPS, None).lesson(token_ids, lengths), 2)
+    loss = block_loss(module, token_ids, Teacher(target, TAPS, None).output(token_ids, lengths), 2)
     assert loss.isfinite()

@@ -13,31 +13,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
-from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE, WeightTable, read_tensors, renamed
-from specdec_fast.speculation_length.choice_tree import checked_choices
+from specdec_fast.drafters.shared.checkpoint.weights import WeightTable
+from specdec_fast.trees.static import checked_choices
 
 MODEL_TYPE = "clover"
-_PREFIXES = {"augmenting_block.": "layers.0."}  # of names in files, and what they are here
+PREFIXES = {"augmenting_block.": "layers.0."}  # of names in files, and what they are here
 _KIND = "a Clover drafter"
 
 
 @dataclass(frozen=True)
 class CloverConfig(LayerConfig):
-    """What ``config.json`` says of a drafter; ``layer`` is that of its augmenting block.
+    """What ``config.json`` says of a drafter; ``layer`` is that of its augmenting block."""
 
-    Attributes:
-        num_heads: number of heads; head i is for the token i + 1 positions behind the newest one.
-        num_blocks: residual blocks of each head.
-        choices: the tree, as rank paths; None if the file names none.
-
-    """
-
-    num_heads: int
-    num_blocks: int
-    choices: tuple[tuple[int, ...], ...] | None
+    num_heads: int  # head i is for the token i + 1 positions behind the newest one
+    num_blocks: int  # residual blocks of each head
+    choices: tuple[tuple[int, ...], ...] | None  # the tree, as rank paths; None if the file names none
 
 
 def is_clover(folder: Path) -> bool:
@@ -45,35 +36,26 @@ def is_clover(folder: Path) -> bool:
     return bool(Settings.read_if_any(folder).get("model_type") == MODEL_TYPE)
 
 
-def read_clover(folder: Path) -> tuple[CloverConfig, dict[str, Tensor]]:
-    """Read a checkpoint.
-
-    Returns:
-        Its configuration, and its weights by name, those of the augmenting block under ``layers.0.``.
+def read_config(folder: Path) -> CloverConfig:
+    """Read a checkpoint's ``config.json``.
 
     Raises:
-        ConfigError: a file is missing or damaged, or a setting or weight is missing, unknown or of another shape.
-
+        ConfigError: there is none, or it has settings that are not served.
     """
     settings = Settings.read(folder, _KIND)
     layer = settings.layer()
     settings.expect_no_windows(layer.num_hidden_layers)
     choices = settings.get("clover_choices")
-    config = CloverConfig(
+    return CloverConfig(
         folder=folder,
         layer=layer,
         sliding_windows=(None,),
         draft_vocab_size=layer.vocab_size,
         target_hidden_size=layer.hidden_size,
-        tap_layers=None,
-        verifiers=(),
         num_heads=settings.positive_integer("clover_num_heads", 3, MOST_PARTS),
         num_blocks=settings.positive_integer("clover_num_layers", 1, MOST_PARTS),
         choices=None if choices is None else checked_choices(choices, f"clover_choices of {str(folder)!r}"),
     )
-    weights = renamed(read_tensors(folder / WEIGHTS_FILE), _PREFIXES)
-    weight_table(config).check(folder, weights)
-    return config, weights
 
 
 def weight_table(config: CloverConfig) -> WeightTable:

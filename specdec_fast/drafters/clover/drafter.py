@@ -8,7 +8,6 @@ have children. The block's KV entries are made of true features only; nothing in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,130 +15,81 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
-from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
-from specdec_fast.drafters.clover.model import load_clover
-from specdec_fast.drafters.shared.queued_features import tokens_after
-from specdec_fast.drafters.shared.static_trees import (
-    empty_draft,
-    num_nodes_of,
-    picked_draft,
-    ranked_tokens,
-    static_tree,
-)
+from specdec_fast.drafters.base import DrafterContext
+from specdec_fast.drafters.clover.model import CloverModel, load_clover
+from specdec_fast.drafters.shared.heads import HeadsDrafter, ranked_tokens
 from specdec_fast.drafters.shared.tapped import TappedDrafter
-from specdec_fast.kv_cache.forward_layout import batch_without_pages, lay_out
-from specdec_fast.models.hidden_states import FINAL
+from specdec_fast.kv_cache.forward_layout import batch_without_pages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.runner.row_module import RowModule
-from specdec_fast.speculation_length.choice_tree import ChoiceTree, Shape
+from specdec_fast.trees.static import Shape, StaticTree
 
 _DEFAULT_TREE = ((0,), (0, 0), (0, 0, 0), (1,))
 
 
-class CloverDrafter(TappedDrafter, TreeDrafter):
-    """Proposes a tree of the tokens that successive heads find likeliest, or a chain.
-
-    For a request that samples, a head's tokens are ranked by the target's own rule, with the noise with which the
-    target will choose the token of that position.
-
-    Args:
-        context: the target, the settings (``draft_tree``) and the device.
-        folder: the checkpoint; see ``clover_weights.py`` for its format.
-
-    Attributes:
-        tree: what is proposed; cut to the limits of a step.
+class CloverDrafter(TappedDrafter, HeadsDrafter):
+    """Proposes a tree of what successive heads predict, or a chain.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
-
     """
 
-    settings = ("draft_tree",)
-
-    taps = (FINAL,)
+    model: CloverModel
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
         with torch.inference_mode():
-            self.model = load_clover(Path(folder), context.target)
-        super().__init__(self.model.layout, context)
-        config = self.model.config
-        ops = self.model.ops
+            model = load_clover(Path(folder), context.target)
+        super().__init__(model, context)
+        config = model.config
         settings = context.config
-        functions = self.model.row_functions()
-        self._heads = [RowModule(each, ops, settings.page_size, settings.enforce_eager) for each in functions]
+        functions = model.row_functions()
+        self._heads = [RowModule(each, model.ops, settings.page_size, settings.enforce_eager) for each in functions]
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
-        self.tree = static_tree(context, config.choices or _DEFAULT_TREE, config.num_heads, self.model.vocab_size)
-        self.max_nodes = num_nodes_of(self.tree)
+        self._set_tree(context, config.choices or _DEFAULT_TREE, config.num_heads, model.vocab_size)
         self._levels = _Levels(self.tree, context.device)
 
     @property
     def name(self) -> str:
-        """The kind and the checkpoint."""
         return f"clover:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of heads, the tree, and whether forward programs run the heads."""
         return {
-            "num_heads": self.model.config.num_heads,
-            "draft_tree": [list(choice) for choice in self.tree.choices],
+            **super().describe(),
             "forward_program": all(head.has_program for head in self._heads),
             "why_no_program": next((head.why_no_program for head in self._heads if not head.has_program), None),
         }
 
-    def weights(self) -> Iterable[Tensor]:
-        """Return the checkpoint's weights, and the target's output layer."""
-        return self.model.weights()
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what the augmenting block needs, the features that wait, and the widest level's rows and logits."""
         model = self.model
-        itemsize = self.model.layout.dtype.itemsize
+        itemsize = model.layout.dtype.itemsize
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
         level = num_sequences * self._levels.widest * (8 * model.hidden_size + 3 * model.vocab_size)
         forward = self._heads[0].step_bytes(rows, num_sequences) or rows * model.row_bytes
         return forward + self._kept_bytes(num_sequences, rows) + level * itemsize
 
-    @torch.inference_mode()
-    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        """Compute h_0 of every sequence, then one head after the other over the nodes of a depth, in one forward."""
-        chosen = [i for i, sequence in enumerate(sequences) if limits[i] and self._is_complete(sequence)]
-        if not chosen:
-            return empty_draft(len(sequences))
-        depth = min(max(limits[i] for i in chosen), len(self.tree.num_ranks))
-        tokens = self._ranked([sequences[i] for i in chosen], depth)
-        picked = {i: self._levels.picked(min(limits[i], depth), node_limits[i]) for i in chosen}
-        return picked_draft(tokens, picked, len(sequences), self._device)
-
-    def _projected(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states[:, 0].to(self.model.layout.dtype)
-
     def _compute(self, rows: list[Rows]) -> None:
-        """Compute rows of the augmenting block."""
-        batch, features = self._first(rows)
-        self._heads[0](self._pool(), batch, features, self._no_rows)
+        self._heads[0](self._pool(), *self._queued_batch(rows), self._no_rows)
 
-    def _first(self, rows: list[Rows]) -> tuple[RaggedBatch, Tensor]:
-        """Return the first head's batch for rows of queued features, and these features."""
-        return lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device)), self._taken(rows)
+    def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:
+        return self._levels.picked(depth, num_nodes)
 
     def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
-        """Return ``[B, width]`` int64: for each level of ``depth``, the likeliest tokens behind each of its nodes."""
+        # At each depth, the likeliest tokens behind each of the nodes that have children.
         model = self.model
         num_sequences = len(sequences)
-        if sum(map(self._num_queued, sequences)) > self._most_rows:
+        if sum(map(self.num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
-        batch, hidden = self._first(self._queued_rows(sequences))
+        batch, hidden = self._queued_batch(self._queued_rows(sequences))
         last = batch.last_rows if batch.most_rows > 1 else None
-        found: list[Tensor] = []
+        ranked: list[Tensor] = []
         for head, level in enumerate(self._levels.levels[:depth]):
-            if found:
+            if ranked:
                 hidden = hidden.unflatten(0, (num_sequences, -1))[:, level.origins].flatten(0, 1)
-                batch = batch_without_pages(found[-1][:, level.places].flatten())
+                batch = batch_without_pages(ranked[-1][:, level.places].flatten())
                 last = None
             logits, hidden = self._heads[head](self._pool(), batch, hidden, last)
             tokens = batch.token_ids
@@ -148,31 +98,24 @@ class CloverDrafter(TappedDrafter, TreeDrafter):
                 tokens = tokens[last]
             owners = [sequence for sequence in sequences for _ in range(level.num_nodes)]
             sampling = sampling_of(owners, self._device, ahead=head)
-            found.append(ranked_tokens(model.ops, logits, level.num_ranks, tokens, sampling).view(num_sequences, -1))
-        return torch.cat(found, dim=1)
+            best = ranked_tokens(model.ops, logits, level.num_ranks, tokens, sampling)
+            ranked.append(best.view(num_sequences, -1))
+        return torch.cat(ranked, dim=1)
 
 
 class _Level(NamedTuple):
-    """The nodes of one depth that have children; the root is that of the first level.
+    """The nodes of one depth that have children; the root is that of the first level."""
 
-    Attributes:
-        num_nodes: their number, ``n``.
-        num_ranks: number of tokens that are ranked behind each.
-        origins: ``[n]`` int64, the parent of each among the nodes of the level before.
-        places: ``[n]`` int64, its token among those ranked there.
-
-    """
-
-    num_nodes: int
-    num_ranks: int
-    origins: Tensor
-    places: Tensor
+    num_nodes: int  # their number, n
+    num_ranks: int  # number of tokens that are ranked behind each
+    origins: Tensor  # [n] int64, the parent of each among the nodes of the level before
+    places: Tensor  # [n] int64, its token among those ranked there
 
 
 class _Levels:
     """A static tree, level by level, and where its nodes' tokens stand among those of all levels."""
 
-    def __init__(self, tree: ChoiceTree, device: torch.device) -> None:
+    def __init__(self, tree: StaticTree, device: torch.device) -> None:
         self._tree = tree
         self.levels: list[_Level] = []
         self._first: list[int] = []  # the place of each level's first token
@@ -194,7 +137,7 @@ class _Levels:
         self.picked = cache(self._picked)
 
     def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:
-        """Return the places of the tokens of a tree's first nodes (``ChoiceTree.within``), and their parents."""
+        """Return the places of the tokens of a tree's first nodes (``StaticTree.within``), and their parents."""
         shape = self._tree.within(depth, num_nodes)
         places = []
         for path in _paths(shape):
@@ -204,7 +147,6 @@ class _Levels:
 
 
 def _paths(shape: Shape) -> list[tuple[int, ...]]:
-    """Return the rank path of every node."""
     paths: list[tuple[int, ...]] = []
     for rank, parent in zip(shape.ranks, shape.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))

@@ -14,12 +14,11 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specdec_fast.drafters.clover.checkpoint import MODEL_TYPE
-from specdec_fast.drafters.clover.model import normalised, output_layer
+from specdec_fast.drafters.clover.model import normalised
 from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
 from specdec_fast.drafters.shared.checkpoint.writing import layer_settings, write_files
-from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config
+from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config, output_weight
 from specdec_fast.drafters.shared.trainable import DrafterModule, ResidualBlock
-from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import decoder_layers
 
 _NOISE = 0.1  # length of the noise in a row of the projections, whose identity has length 1
@@ -54,12 +53,8 @@ class _Head(nn.Module):
 class CloverModule(DrafterModule):
     """An augmenting block and heads in sequence. Its ``state_dict()`` has the names of checkpoints.
 
-    Args:
-        config: sizes of the augmenting block.
-        output: ``[vocab_size, H]``, the weights of the target's output layer, which all heads share; they stay.
-        num_heads: number of tokens to draft.
-        num_blocks: residual blocks of a head; they begin as the identity.
-
+    All heads share ``output [vocab_size, H]``, the weights of the target's output layer, which stay. The residual
+    blocks of a head begin as the identity.
     """
 
     def __init__(self, config: LlamaConfig, output: Tensor, num_heads: int, num_blocks: int = 1) -> None:
@@ -72,7 +67,6 @@ class CloverModule(DrafterModule):
         self.register_buffer("_embedding", normalised(output), persistent=False)
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
-        """Return the logits of the first ``num_steps`` heads behind every position; see ``DrafterModule``."""
         length = token_ids.shape[1]
         factors = self._rotary(features, torch.arange(length, device=token_ids.device)[None])
         # Without a mask the layer's attention is causal. Padding comes last, so no other row sees it.
@@ -93,20 +87,14 @@ def new_clover(target: PreTrainedModel, num_heads: int) -> CloverModule:
 
     The augmenting block begins as the identity: its two output projections are 0. All else in it begins as in the
     target's last layer, if that has the weights of a Llama layer and no others.
-
-    Raises:
-        ConfigError: the target's output layer is not one matrix without a bias.
-
+    The errors are those of ``output_weight``.
     """
-    output = output_layer(target)
-    if output.bias is not None:
-        raise ConfigError(f"the output layer of {type(target).__name__} has a bias, which no heads are trained with.")
-    config = target.config.get_text_config(decoder=True)
-    layer = layer_config(config, DrafterSize())
+    layer = layer_config(target, DrafterSize())
     layer._attn_implementation = "sdpa"
-    module = CloverModule(layer, output.weight.detach().float(), num_heads)
+    module = CloverModule(layer, output_weight(target), num_heads)
     block = module.augmenting_block
-    last = decoder_layers(target, config.num_hidden_layers)[-1].state_dict()
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    last = decoder_layers(target, num_layers)[-1].state_dict()
     if {name: w.shape for name, w in last.items()} == {name: w.shape for name, w in block.state_dict().items()}:
         block.load_state_dict(last)
     for projection in (block.self_attn.o_proj, block.mlp.down_proj):
@@ -115,14 +103,7 @@ def new_clover(target: PreTrainedModel, num_heads: int) -> CloverModule:
 
 
 def save_clover(module: CloverModule, folder: Path, choices: list[list[int]]) -> None:
-    """Write ``config.json`` and ``model.safetensors``, weights in bf16.
-
-    Args:
-        module: the trained heads.
-        folder: exists.
-        choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
-
-    """
+    """Write ``config.json`` and ``model.safetensors``; the arguments are those of ``save_heads`` (Medusa)."""
     config = {
         "architectures": ["CloverModel"],
         "model_type": MODEL_TYPE,

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import Shape, WeightTable
 from specdec_fast.errors import ConfigError
@@ -25,33 +23,20 @@ _TAPS_OF_SPECULATORS = "aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class DFlashConfig(LayerConfig):
-    """What ``config.json`` says of a drafter.
+    """What ``config.json`` says of a drafter."""
 
-    Attributes:
-        block_size: rows of a block as it was trained: the newest token and ``block_size - 1`` masks.
-        mask_token_id: the id that stands for a token to be drafted.
-        causal: per layer, whether a row of a block sees only the rows before it.
-        sample_from_anchor: whether the row of the newest token drafts, so that row j chooses the token behind its own
-            position (DSpark); otherwise row j > 0 chooses the token at its own position.
-        markov_rank: width of the Markov head; 0: none.
-        markov_head_type: one of ``MARKOV_HEADS``.
-        confidence_with_markov: whether the confidence head reads the Markov head's embedding too; None: there is none.
-        embedding_scale: factor on the embeddings.
-        output_scale: factor on the logits.
-        softcap: logits become ``softcap * tanh(logits / softcap)``; None: they stay.
-
-    """
-
-    block_size: int
-    mask_token_id: int
-    causal: tuple[bool, ...]
+    block_size: int  # rows of a block as it was trained: the newest token and block_size - 1 masks
+    mask_token_id: int  # stands for a token to be drafted
+    causal: tuple[bool, ...]  # per layer, whether a row of a block sees only the rows before it
+    # whether the row of the newest token drafts, so that row j chooses the token behind its position (DSpark);
+    # otherwise row j > 0 chooses the token at its position
     sample_from_anchor: bool
-    markov_rank: int
-    markov_head_type: str
-    confidence_with_markov: bool | None
-    embedding_scale: float
-    output_scale: float
-    softcap: float | None
+    markov_rank: int  # width of the Markov head; 0: none
+    markov_head_type: str  # one of MARKOV_HEADS
+    confidence_with_markov: bool | None  # whether the confidence head reads the Markov head's embedding; None: no head
+    embedding_scale: float  # factor on the embeddings
+    output_scale: float  # factor on the logits
+    softcap: float | None  # logits become softcap * tanh(logits / softcap); None: they stay
 
     @property
     def most_draft_tokens(self) -> int:
@@ -64,7 +49,6 @@ def is_dflash(folder: Path) -> bool:
 
     Raises:
         ConfigError: ``architectures`` is no list of names.
-
     """
     settings = Settings.read_if_any(folder)
     if settings.is_speculators:
@@ -77,12 +61,10 @@ def read_config(folder: Path) -> DFlashConfig:
 
     Raises:
         ConfigError: there is none, it is of another kind of drafter, or it has settings that are not served.
-
     """
     top = Settings.read(folder, _DFLASH)
-    kind = top.speculators_kind if top.is_speculators else "dspark" if top.is_named("dspark") else "dflash"
-    if kind not in _KINDS:
-        raise ConfigError(f"{top.where} is a drafter of kind {kind!r}; expected one of {', '.join(_KINDS)}.")
+    top.expect_speculators_kind(*_KINDS)
+    is_dspark = top.speculators_kind == "dspark" if top.is_speculators else top.is_named("dspark")
     of_layers = top.layer_settings()
     settings = top | top.mapping("dflash_config")
     _refuse_others(settings | of_layers)
@@ -95,12 +77,12 @@ def read_config(folder: Path) -> DFlashConfig:
         sliding_windows=windows,
         draft_vocab_size=top.positive_integer("draft_vocab_size", layer.vocab_size),
         target_hidden_size=settings.positive_integer("target_hidden_size", layer.hidden_size),
-        tap_layers=_tap_layers(settings),
+        tap_layers=settings.tap_layers(_TAPS_OF_SPECULATORS if top.is_speculators else _TAPS),
         verifiers=top.verifiers(),
         block_size=_block_size(settings),
         mask_token_id=_mask_token_id(settings, layer.vocab_size),
         causal=_causal(of_layers, settings, windows),
-        sample_from_anchor=settings.flag("sample_from_anchor", kind == "dspark" or rank > 0),
+        sample_from_anchor=settings.flag("sample_from_anchor", is_dspark or rank > 0),
         markov_rank=rank,
         markov_head_type=_markov_head_type(settings),
         confidence_with_markov=_confidence(settings, rank),
@@ -178,37 +160,18 @@ def _confidence(settings: Settings, markov_rank: int) -> bool | None:
     return with_markov
 
 
-def _tap_layers(settings: Settings) -> tuple[int, ...] | None:
-    """Return the taps. ``target_layer_ids`` are those of the layers behind which a tap is read: tap - 1."""
-    if settings.is_speculators:
-        return settings.layer_ids(_TAPS_OF_SPECULATORS)
-    taps = settings.layer_ids(_TAPS)
-    return None if taps is None else tuple(layer + 1 for layer in taps)
-
-
-def check_weights(config: DFlashConfig, num_taps: int, weights: dict[str, Tensor]) -> None:
-    """Check names and shapes.
-
-    Args:
-        config: the checkpoint's configuration.
-        num_taps: number of taps that ``fc`` takes side by side.
-        weights: from ``read_weights``.
-
-    Raises:
-        ConfigError: a weight is missing, has another shape, or belongs to something that is not served.
-
-    """
+def weight_table(config: DFlashConfig, num_taps: int) -> WeightTable:
+    """Return names and shapes of the weights of a drafter with ``num_taps`` taps, which ``fc`` takes concatenated."""
     layer = config.layer
     hidden = layer.hidden_size
     table = WeightTable("DSpark" if config.markov_rank else "DFlash")
     table.needed = {
-        "fc.weight": (hidden, num_taps * config.target_hidden_size),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
         **_heads(config),
     }
     table.optional = {"embed_tokens.weight": (layer.vocab_size, hidden)}
-    table.hints["fc.weight"] = f"{num_taps} taps of {config.target_hidden_size}"
+    table.add_taps("fc.weight", num_taps, config)
     table.add_id_maps(config)
     # The target's output layer has other rows than a drafter of some ids needs.
     is_full = config.draft_vocab_size == layer.vocab_size
@@ -218,11 +181,10 @@ def check_weights(config: DFlashConfig, num_taps: int, weights: dict[str, Tensor
         table.needed |= {f"layers.{i}.self_attn.{name}.weight": (layer.head_dim,) for name in ("q_norm", "k_norm")}
     if config.confidence_with_markov is not None:
         table.optional["confidence_head.proj.bias"] = (1,)
-    table.check(config.folder, weights)
+    return table
 
 
 def _heads(config: DFlashConfig) -> dict[str, Shape]:
-    """Return the shapes of the Markov head and the confidence head."""
     hidden = config.layer.hidden_size
     rank = config.markov_rank
     shapes: dict[str, Shape] = {}

@@ -7,7 +7,6 @@ in the drafter's pages. Those of a block stand behind them, and the context's ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.sampling_batch import Sampling, after, sampling_of
+from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.dflash.model import DFlashModel, load_dflash
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.drafting import by_sequence, greedy_tokens, stages, widened
+from specdec_fast.runner.drafting import draft_chains
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
@@ -35,34 +34,28 @@ class DFlashDrafter(TappedDrafter):
     the tokens if K is chosen by a policy, which then leaves those out of the verification that are not worth their
     rows.
 
-    Args:
-        context: the target, the settings (``tap_layers``) and the device.
-        folder: the checkpoint; see ``dflash_config.py`` for the formats.
-
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
-
     """
 
     settings = ("tap_layers",)
 
     keeps_last = False  # a block begins behind the context, whose entries are all written
+    model: DFlashModel
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
         with torch.inference_mode():
-            self.model: DFlashModel = load_dflash(Path(folder), context.target, context.config.tap_layers)
-        super().__init__(self.model.layout, context)
+            model = load_dflash(Path(folder), context.target, context.config.tap_layers)
+        super().__init__(model, context, model.target_ids)
         self.taps = self.model.taps
         self.has_scores = self.model.confidence is not None and not isinstance(context.config.num_draft_tokens, int)
 
     @property
     def name(self) -> str:
-        """The kind and the checkpoint."""
         return f"dflash:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the block, the number of ids that can be proposed, and the heads of DSpark."""
         config = self.model.config
         return {
             "tap_layers": self.taps,
@@ -72,12 +65,7 @@ class DFlashDrafter(TappedDrafter):
             "confidence_head": self.model.confidence is not None,
         }
 
-    def weights(self) -> Iterable[Tensor]:
-        """Return the checkpoint's weights, and those of the target that it shares."""
-        return self.model.weights()
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what its forwards need, the logits of all blocks and their copies, and the features that wait."""
         model = self.model
         itemsize = self.model.layout.dtype.itemsize
         drafted = num_sequences * min(num_draft_tokens, model.config.most_draft_tokens)
@@ -88,7 +76,6 @@ class DFlashDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Draft chains: write the context's new entries, then run one forward over all blocks."""
         most = self.model.config.most_draft_tokens
         counts = [min(n, most) if self._is_complete(s) else 0 for s, n in zip(sequences, limits, strict=True)]
         drafting = {sequence: count for sequence, count in zip(sequences, counts, strict=True) if count}
@@ -102,7 +89,6 @@ class DFlashDrafter(TappedDrafter):
         return self.model.project(hidden_states)
 
     def _compute(self, rows: list[Rows]) -> None:
-        """Write the context's entries of queued features."""
         batch = lay_out(self._pool(), rows, torch.empty(0, dtype=torch.int64, device=self._device))
         self.model.write_context(batch, self._pool(), self._taken(rows))
 
@@ -111,23 +97,21 @@ class DFlashDrafter(TappedDrafter):
         config = self.model.config
         num_before = 0 if config.sample_from_anchor else 1  # rows of a block before the first that drafts
         rows = [Rows(s, s.length - 1, count + num_before) for s, count in zip(members, counts, strict=True)]
-        fed = [
-            [s.token_ids[-1], *[config.mask_token_id] * (own.count - 1)] for s, own in zip(members, rows, strict=True)
-        ]
-        tokens = to_device([token for own in fed for token in own], self._device)
-        batch = lay_out(self._pool(), rows, tokens)
-        hidden = self.model.forward(batch, self._pool())
+        blocks = [[s.token_ids[-1]] + [config.mask_token_id] * (count - 1) for s, _, count in rows]  # type: ignore[attr-defined]
+        tokens = to_device([token for block in blocks for token in block], self._device)
+        hidden = self.model.forward(lay_out(self._pool(), rows, tokens), self._pool())
         if num_before:
-            ends = accumulate(own.count for own in rows)
+            ends = accumulate(map(len, blocks))
             drafting = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-            hidden = hidden[to_device(drafting, self._device)]
-            tokens = tokens[to_device(drafting, self._device)]
+            places = to_device(drafting, self._device)
+            hidden = hidden[places]
+            tokens = tokens[places]
         logits = self.model.logits(hidden)
         if self.model.markov is not None:
-            drafted = self._left_to_right(members, counts, logits, hidden)
+            drafted = self._corrected(members, counts, logits, hidden)
         else:  # a repetition penalty does not see what the block drafts: masks are the tokens of these rows
             offsets = to_device(list(accumulate(counts, initial=0)), self._device, torch.int32)
-            drafted = self._chosen(logits, tokens, offsets, sampling_of(members, self._device))
+            drafted = self._next_tokens(logits, tokens, sampling_of(members, self._device), offsets)
         return drafted, self._scores(members, counts, hidden, drafted) if self.has_scores else None
 
     def _scores(self, members: list[Sequence], counts: list[int], hidden: Tensor, drafted: Tensor) -> Tensor:
@@ -138,46 +122,19 @@ class DFlashDrafter(TappedDrafter):
         previous[firsts] = to_device([s.token_ids[-1] for s in members], self._device)
         return self.model.confidence.scores(hidden, previous, counts)
 
-    def _left_to_right(self, members: list[Sequence], counts: list[int], logits: Tensor, hidden: Tensor) -> Tensor:
+    def _corrected(self, members: list[Sequence], counts: list[int], logits: Tensor, hidden: Tensor) -> Tensor:
         """Choose the tokens of row after row, with the Markov head's bias by the token before."""
-        assert self.model.markov is not None
+        markov = self.model.markov
+        assert markov is not None
         firsts = list(accumulate(counts, initial=0))
-        previous = to_device([s.token_ids[-1] for s in members], self._device)
-        state: Tensor | None = None
-        drafted: list[Tensor] = []
-        before = list(range(len(members)))
-        for num_rows, chosen in stages(counts):
-            sampling = sampling_of([members[i] for i in chosen], self._device, ahead=len(drafted))
-            if chosen != before:
-                kept = to_device([before.index(i) for i in chosen], self._device)
-                previous = previous[kept]
-                state = None if state is None else state[kept]
-            each = torch.arange(len(chosen) + 1, dtype=torch.int32, device=self._device)
-            for _ in range(num_rows):
-                rows = to_device([firsts[i] + len(drafted) for i in chosen], self._device)
-                bias, state = self.model.markov.bias(previous, hidden[rows], state)
-                previous = self._chosen(logits[rows] + bias, previous, each, sampling)
-                sampling = sampling and after(sampling, previous)
-                drafted.append(previous)
-            before = chosen
-        return torch.cat(drafted)[to_device(by_sequence(counts), self._device)]
 
-    def _chosen(self, logits: Tensor, fed: Tensor, offsets: Tensor, sampling: Sampling | None) -> Tensor:
-        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own.
+        def rows_of(drafting: list[int], num_before: int, num_rows: int) -> list[Tensor]:
+            rows = range(num_before, num_before + num_rows)
+            return [to_device([firsts[i] + row for i in drafting], self._device) for row in rows]
 
-        Args:
-            logits: ``[N, draft_vocab_size]``, sequence after sequence.
-            fed: ``[N]`` int64, the token of each row.
-            offsets: ``[B + 1]`` int32, the first row of each sequence, and their number.
-            sampling: of the ``B`` sequences, at their first rows; None: all greedily.
+        def biased(rows: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+            bias, state = markov.bias(previous, hidden[rows], state)
+            return logits[rows] + bias, previous, state
 
-        """
-        model = self.model
-        if sampling is None:
-            tokens = greedy_tokens(model.ops, logits, min(model.vocab_size, logits.shape[1]))
-            return tokens if model.target_ids is None else model.target_ids[tokens]
-        if model.target_ids is not None:
-            logits = widened(logits, model.target_ids, model.vocab_size)
-        ops = model.ops.unchecked or model.ops
-        found: Tensor = ops.verify_chain(logits[:, : model.vocab_size], fed, offsets, sampling)[0]
-        return found.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
+        newest = to_device([s.token_ids[-1] for s in members], self._device)
+        return draft_chains(members, counts, newest, None, rows_of, biased, self._next_tokens)

@@ -4,51 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdec_fast.drafters.shared.trainable import MLP, DrafterModule, Drafts
+from specdec_fast.drafters.shared.trainable import DecoderLayer, DrafterModule, Drafts
 
 _ANCHORS_PER_BLOCK = 2  # blocks that start in as many positions as a block has rows
-
-
-class _Attention(nn.Module):
-    """The projections and norms of a layer's attention."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        head_dim = config.head_dim
-        self.head_dim = head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, hidden, bias=False)
-        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, config.rms_norm_eps) for _ in range(2))
-
-    def queries(self, rows: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-        """Return ``[B, heads, n, head_dim]`` for rows ``[B, n, H]``."""
-        return _rotated(self.q_norm(self._split(self.q_proj(rows))), factors)
-
-    def entries(self, rows: Tensor, factors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of rows ``[B, n, H]``, repeated to as many heads as queries have."""
-        key = _rotated(self.k_norm(self._split(self.k_proj(rows))), factors)
-        value = self._split(self.v_proj(rows))
-        return key.repeat_interleave(self.groups, dim=1), value.repeat_interleave(self.groups, dim=1)
-
-    def _split(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config)
-        self.mlp = MLP(config)
 
 
 class _MarkovHead(nn.Module):
@@ -80,12 +42,12 @@ class DFlashModule(DrafterModule):
 
     Args:
         config: sizes; hidden size and vocabulary are the target's.
-        feature_size: width of a row's taps side by side.
+        feature_size: width of a row's taps, concatenated.
         block_size: rows of a block.
         mask_token_id: stands for a token to be drafted.
         markov_rank: of the Markov head, which makes it DSpark, with a confidence head; 0: none of them.
-        shared: ``[vocab_size, H]`` each, embedding and output layer of the target; they are not trained.
-
+        embedding: ``[vocab_size, H]``, the target's; it is not trained.
+        output: ``[vocab_size, H]``, the target's output layer; it is not trained.
     """
 
     num_batches: Tensor
@@ -97,7 +59,8 @@ class DFlashModule(DrafterModule):
         block_size: int,
         mask_token_id: int,
         markov_rank: int,
-        shared: tuple[Tensor, Tensor],
+        embedding: Tensor,
+        output: Tensor,
     ) -> None:
         super().__init__()
         self.config = config
@@ -105,11 +68,12 @@ class DFlashModule(DrafterModule):
         self.mask_token_id = mask_token_id
         self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, has_norms=True) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.markov_head = _MarkovHead(config.vocab_size, markov_rank) if markov_rank else None
         self.confidence_head = _ConfidenceHead(config.hidden_size + markov_rank) if markov_rank else None
-        self._embedding, self._head = shared
+        self._embedding = embedding
+        self._head = output
         self._rotary = LlamaRotaryEmbedding(config)
         self.register_buffer(
             "num_batches", torch.zeros((), dtype=torch.int64, device="cpu")
@@ -121,14 +85,13 @@ class DFlashModule(DrafterModule):
         return self.block_size - (self.markov_head is None)
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
-        """Draft a block behind every token but the first; see ``DrafterModule``."""
         length = token_ids.shape[1]
         rows = torch.arange(length - 1, device=token_ids.device)
         drafted = self._logits(self._blocks(features, token_ids, rows, num_steps), token_ids, rows)
         return [drafted[:, : length - 1 - step, step] for step in range(num_steps)]
 
     def drafts(self, features: Tensor, token_ids: Tensor, num_steps: int) -> Drafts:
-        """Draft blocks behind tokens at random positions, others in each batch."""
+        # Blocks behind tokens at random positions, others in each batch.
         rows = self._anchors(token_ids, num_steps)
         drafted = self._logits(self._blocks(features, token_ids, rows, num_steps), token_ids, rows)
         return [(drafted[:, :, step], rows + step + 1) for step in range(num_steps)]
@@ -139,7 +102,6 @@ class DFlashModule(DrafterModule):
         Returns:
             What ``drafts`` returns; per step, the logits ``[B, N]`` of the probability that its token is accepted if
             those before it are. They pass no gradient on to the layers.
-
         """
         assert self.confidence_head is not None
         assert self.markov_head is not None
@@ -152,10 +114,13 @@ class DFlashModule(DrafterModule):
         return [(drafted[:, :, step], rows + step + 1) for step in steps], [scored[:, :, step] for step in steps]
 
     def output_layers(self) -> list[nn.Module]:
-        """Return the layers of the heads, if there are any; the output layer is the target's."""
+        # The output layer is the target's.
         if self.markov_head is None or self.confidence_head is None:
             return []
         return [self.markov_head.markov_w2, self.confidence_head.proj]
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
 
     def _anchors(self, token_ids: Tensor, num_steps: int) -> Tensor:
         """Choose the positions ``[N]`` behind whose next token blocks begin."""
@@ -177,33 +142,32 @@ class DFlashModule(DrafterModule):
 
         Returns:
             ``[B, N, num_steps, H]`` after the last norm: step k for the token at position ``rows[n] + 2 + k``.
-
         """
         length = token_ids.shape[1]
         device = token_ids.device
         size = num_steps + (self.markov_head is None)
         positions = rows[:, None] + 1 + torch.arange(size, device=device)
-        fed = torch.full((len(token_ids), *positions.shape), self.mask_token_id, device=device)
-        fed[:, :, 0] = token_ids[:, rows + 1]
+        blocks = torch.full((len(token_ids), *positions.shape), self.mask_token_id, device=device)
+        blocks[:, :, 0] = token_ids[:, rows + 1]
         context = self.hidden_norm(self.fc(features))
         everywhere = self._rotary(context, torch.arange(length, device=device)[None])
         within = self._rotary(context, positions.flatten()[None])
         visible = torch.arange(length, device=device) <= rows[:, None, None]  # [N, 1, L]
-        hidden = embedding(fed, self._embedding).flatten(1, 2)
-        for layer in self.layers:
-            states = layer.input_layernorm(hidden)  # type: ignore[operator]
+        hidden = functional.embedding(blocks, self._embedding).flatten(1, 2)
+        for layer in self._decoder_layers():
             attention = layer.self_attn
-            own = attention.entries(states, within)  # type: ignore[union-attr,operator]
-            of_context = attention.entries(context, everywhere)  # type: ignore[union-attr,operator]
-            query = attention.queries(states, within)  # type: ignore[union-attr,operator]
-            hidden = hidden + attention.o_proj(_attended(query, of_context, own, visible, size))  # type: ignore[union-attr,operator]
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # type: ignore[operator]
-        blocks: Tensor = self.norm(hidden).unflatten(1, (len(rows), size))[:, :, size - num_steps :]
-        return blocks
+            states = layer.input_layernorm(hidden)
+            query = attention.queries(states, within)
+            of_blocks = attention.entries(states, within)
+            of_context = attention.entries(context, everywhere)
+            hidden = hidden + attention.o_proj(_attended(query, of_context, of_blocks, visible, size))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        drafting: Tensor = self.norm(hidden).unflatten(1, (len(rows), size))[:, :, size - num_steps :]
+        return drafting
 
     def _logits(self, hidden: Tensor, token_ids: Tensor, rows: Tensor) -> Tensor:
         """Return logits ``[B, N, num_steps, vocab_size]`` for results of ``_blocks``."""
-        logits = linear(hidden, self._head)
+        logits = functional.linear(hidden, self._head)
         if self.markov_head is None:
             return logits
         biased: Tensor = logits + self.markov_head(_previous(token_ids, rows, hidden.shape[2]))
@@ -216,29 +180,22 @@ def _previous(token_ids: Tensor, rows: Tensor, num_steps: int) -> Tensor:
     return token_ids[:, places.clamp(max=token_ids.shape[1] - 1)]
 
 
-def _rotated(states: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = (factor[:, None] for factor in factors)
-    result: Tensor = states * cos + rotate_half(states) * sin
-    return result
-
-
 def _attended(
-    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], visible: Tensor, size: int
+    query: Tensor, context: tuple[Tensor, Tensor], within: tuple[Tensor, Tensor], visible: Tensor, size: int
 ) -> Tensor:
     """Attend from blocks to the context that each sees and to all rows of the block itself.
 
     Args:
         query: ``[B, heads, N * size, head_dim]``.
         context: keys and values, ``[B, heads, L, head_dim]`` each.
-        own: those of the blocks' rows, like ``query``.
+        within: those of the blocks' rows, like ``query``.
         visible: ``[N, 1, L]`` bool, the context of each block.
         size: rows of a block.
 
     Returns:
         ``[B, N * size, heads * head_dim]``.
-
     """
-    blocks = [states.unflatten(2, (-1, size)) for states in (query, *own)]  # [B, heads, N, size, head_dim]
+    blocks = [states.unflatten(2, (-1, size)) for states in (query, *within)]  # [B, heads, N, size, head_dim]
     scale = query.shape[-1] ** -0.5
     length = visible.shape[-1]
     scores = (query @ context[0].mT).unflatten(2, (-1, size)).masked_fill(~visible, float("-inf"))

@@ -5,69 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from specdec_fast.drafters.dflash.module import DFlashModule
 from specdec_fast.drafters.shared.checkpoint.weights import WEIGHTS_FILE
 from specdec_fast.drafters.shared.checkpoint.writing import layer_settings, write_files
-from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config
-from specdec_fast.errors import ConfigError
+from specdec_fast.drafters.shared.new_drafter import DrafterSize, layer_config, output_weight
 
 
 @dataclass(frozen=True)
 class BlockSize:
-    """The sizes of a drafter beside those of its layers.
-
-    Attributes:
-        num_layers: of the drafter.
-        block_size: rows of a block; without a Markov head it drafts one token less.
-        markov_rank: of DSpark's Markov head, with which there is a confidence head; 0: none of them.
-
-    """
+    """The sizes of a drafter beside those of its layers."""
 
     num_layers: int = 2
-    block_size: int = 8
-    markov_rank: int = 0
+    block_size: int = 8  # rows of a block; without a Markov head it drafts one token less
+    markov_rank: int = 0  # of DSpark's Markov head, with which there is a confidence head; 0: none of them
 
 
 def new_dflash(target: PreTrainedModel, size: DrafterSize, block: BlockSize, mask_token_id: int) -> DFlashModule:
     """Return a drafter to be trained, on the target's device, in fp32, with the target's embedding and output layer.
 
-    Args:
-        target: the model that it will draft for.
-        size: of its layers; the hidden size is the target's.
-        block: of its blocks.
-        mask_token_id: stands for a token to be drafted.
-
-    Raises:
-        ConfigError: the target's output layer is not one matrix without a bias.
-
+    Its hidden size is the target's. The errors are those of ``output_weight`` and ``layer_config``.
     """
-    output = target.get_output_embeddings()
-    if not isinstance(output, nn.Linear) or output.bias is not None:
-        raise ConfigError(
-            f"the output layer of {type(target).__name__} is a {type(output).__name__}; a DFlash drafter shares a "
-            "linear layer without a bias."
-        )
-    config = target.config.get_text_config(decoder=True)
-    layer = layer_config(config, size, block.num_layers)
-    shared = target.get_input_embeddings().weight.detach().float(), output.weight.detach().float()
-    feature_size = len(size.taps(config.num_hidden_layers)) * config.hidden_size
-    module = DFlashModule(layer, feature_size, block.block_size, mask_token_id, block.markov_rank, shared)
+    layer = layer_config(target, size, block.num_layers)
+    embedding = target.get_input_embeddings().weight.detach().float()
+    output = output_weight(target)
+    width = size.feature_size(target)
+    module = DFlashModule(layer, width, block.block_size, mask_token_id, block.markov_rank, embedding, output)
     return module.to(target.device)
 
 
 def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, taps: tuple[int, ...]) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in the format of z-lab and SGLang, weights in bf16.
-
-    Args:
-        module: the trained drafter.
-        folder: exists.
-        target: the model that it was trained for.
-        taps: ``DrafterSize.taps``.
-
-    """
+    """Write a checkpoint in the format of z-lab and SGLang; ``taps`` are those of ``DrafterSize``."""
     head = module.markov_head
     markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
     markov |= {} if head is None else {"enable_confidence_head": True, "confidence_head_with_markov": True}

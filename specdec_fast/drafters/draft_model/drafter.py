@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.drafters.base import Draft, StepResult
-from specdec_fast.drafters.shared.pooled import PooledDrafter
+from specdec_fast.drafters.base import Draft, PooledDrafter, StepResult
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, weights_of
@@ -41,15 +40,12 @@ class ModelDrafter(PooledDrafter):
 
     @property
     def name(self) -> str:
-        """The draft model's name."""
         return self.model.name
 
     def describe(self) -> dict[str, Any]:
-        """Return whether a forward program or graphs run its forwards."""
         return {"forward_program": self.model.has_program, **described(self.model.graphs)}
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Measure the draft model's forwards, and proposals of two lengths for the cost per forward and per call."""
         seconds_by_count = forward_seconds(self.model, row_counts)
         of_one, per_token = proposal_seconds(self._proposal_seconds)
         # A measured forward includes a call from Python; the forwards of one proposal share a call.
@@ -58,16 +54,13 @@ class ModelDrafter(PooledDrafter):
         return seconds_by_count | {0: max(0.0, of_one - seconds_by_count[1])}
 
     def weights(self) -> Iterable[Tensor]:
-        """Return the draft model's parameters and buffers."""
         return weights_of(self.model.model)
 
     @property
     def estimates_memory(self) -> bool:
-        """Whether the draft model has no program."""
         return self.model.program is None
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Return what the draft model's forwards need, and the logits of one row per sequence."""
         largest = self.model.row_padding.largest
         decoding = num_sequences * ROWS_EACH
         if prefill_rows is None:  # a draft may begin with all tokens that a sequence has got without one
@@ -78,11 +71,9 @@ class ModelDrafter(PooledDrafter):
         return memory.held + memory.working + num_sequences * logits_bytes(self.model)
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
-        """Prefill at most so many tokens in a step."""
         self._max_prefill_tokens = max_prefill_tokens
 
     def _proposal_seconds(self, num_draft_tokens: int) -> float:
-        """Return the seconds of a proposal for one short sequence."""
         sequence = Sequence(0, [0, 0], 2, 2 + max(PROPOSAL_LENGTHS) + 1, SamplingParams(), frozenset())
         self.prepare(sequence.max_length, self.model.page_size)
         self.admit([sequence])
@@ -93,13 +84,12 @@ class ModelDrafter(PooledDrafter):
         return seconds
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Check that the draft model is unchanged, and allocate the pool or keep the present one."""
         self.model.expect_same_weights()
         self.draft_kv_length.clear()
         super().prepare(num_tokens, page_size)
 
     def admit(self, sequences: list[Sequence]) -> None:
-        """Prefill every prompt except its last token; with ``max_prefill_tokens``, ``propose`` does so in chunks."""
+        # With max_prefill_tokens, propose prefills in chunks.
         pool = self._pool()
         served = [sequence for sequence in sequences if self._max_draft_tokens(sequence) > 0]
         for sequence in sequences:
@@ -109,7 +99,6 @@ class ModelDrafter(PooledDrafter):
             self._prefill({sequence: sequence.length - 1 for sequence in served})
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Run the draft model ``max(limits)`` times, each time on one row per sequence still drafting."""
         limits = [min(limit, self._max_draft_tokens(s)) for s, limit in zip(sequences, limits, strict=True)]
         if self._max_prefill_tokens is not None:
             self._prefill_chunk(sequences, limits, self._max_prefill_tokens)
@@ -124,12 +113,10 @@ class ModelDrafter(PooledDrafter):
         return Draft(token_ids, limits)
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Keep the KV entries of accepted tokens, and drop those of rejected ones."""
         for sequence in sequences:
             self.draft_kv_length[sequence] = min(self.draft_kv_length[sequence], sequence.length - 1)
 
     def release(self, sequence: Sequence) -> None:
-        """Return the sequence's pages."""
         if self.draft_kv_length.pop(sequence, None) is not None:
             self._pool().free(sequence)
 

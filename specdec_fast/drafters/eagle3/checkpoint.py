@@ -10,42 +10,29 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import WeightTable
-from specdec_fast.errors import ConfigError
 
 _EAGLE3 = "an EAGLE-3 drafter"
-_TAP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 PREFIXES = {"model.": "", "midlayer.": "layers.0."}  # of names in files, and what they are here
 
 
 @dataclass(frozen=True)
 class Eagle3Config(LayerConfig):
-    """What ``config.json`` says of an EAGLE-3 drafter; without ``tap_layers`` it has the default ones.
+    """What ``config.json`` says of an EAGLE-3 drafter; without ``tap_layers`` it has the default ones."""
 
-    Attributes:
-        norm_before_residual: whether the residual of the first layer is the feature after ``hidden_norm``.
-        norm_before_fc: whether one norm (``input_norm``) comes before ``fc``.
-        fc_norm: whether each tap has a norm of its own before ``fc``.
-        norm_output: whether the next row gets the hidden state after ``norm``.
-
-    """
-
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
+    norm_before_residual: bool  # the residual of the first layer is the feature after hidden_norm
+    norm_before_fc: bool  # one norm (input_norm) comes before fc
+    fc_norm: bool  # each tap has a norm before fc
+    norm_output: bool  # the next row gets the hidden state after norm
 
 
 def is_eagle3(folder: Path) -> bool:
-    """Return whether a folder has the ``config.json`` of an EAGLE-3 drafter, and not of a model of its own.
+    """Return whether a folder has the ``config.json`` of an EAGLE-3 drafter, and not of a model.
 
     Raises:
         ConfigError: ``architectures`` is no list of names.
-
     """
     settings = Settings.read_if_any(folder)
     if settings.is_speculators:
@@ -58,15 +45,13 @@ def read_config(folder: Path) -> Eagle3Config:
 
     Raises:
         ConfigError: there is none, it is of another kind of drafter, or it has settings that are not served.
-
     """
-    settings = Settings.read(folder, _EAGLE3)
-    if settings.is_speculators and settings.speculators_kind != "eagle3":
-        raise ConfigError(f"{settings.where} is a drafter of kind {settings.speculators_kind!r}; expected 'eagle3'.")
-    of_layers = settings.layer_settings()
+    top = Settings.read(folder, _EAGLE3)
+    top.expect_speculators_kind("eagle3")
+    of_layers = top.layer_settings()
     layer = of_layers.layer()
-    nested = settings.mapping("eagle_config")
-    flags = {name: (settings if name in settings else nested).flag(name, False) for name in _FLAGS}
+    settings = top.mapping("eagle_config") | top
+    flags = {name: settings.flag(name, False) for name in _FLAGS}
     if settings.is_speculators and "norm_before_residual" not in settings:
         warnings.warn(
             f"{settings.where} does not say norm_before_residual. It is read as false, the default of speculators; "
@@ -79,48 +64,29 @@ def read_config(folder: Path) -> Eagle3Config:
         sliding_windows=of_layers.sliding_windows(layer.num_hidden_layers),
         draft_vocab_size=settings.positive_integer("draft_vocab_size", layer.vocab_size),
         target_hidden_size=settings.positive_integer("target_hidden_size", layer.hidden_size),
-        tap_layers=_tap_layers(settings, nested),
+        tap_layers=settings.tap_layers("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"),
         verifiers=settings.verifiers(),
         **flags,
     )
 
 
-def _tap_layers(settings: Settings, nested: Settings) -> tuple[int, ...] | None:
-    """Return the taps that a checkpoint names. SGLang's id is that of the layer behind which a tap is read: tap - 1."""
-    named = (place.layer_ids(key) for place in (settings, nested) for key in _TAP_KEYS if place.get(key))
-    taps = next(named, None)
-    return taps if taps is None or settings.is_speculators else tuple(layer + 1 for layer in taps)
-
-
-def check_weights(config: Eagle3Config, num_taps: int, weights: dict[str, Tensor]) -> None:
-    """Check names and shapes.
-
-    Args:
-        config: the checkpoint's configuration.
-        num_taps: number of taps that ``fc`` takes side by side.
-        weights: from ``read_weights``.
-
-    Raises:
-        ConfigError: a weight is missing, has another shape, or belongs to something that is not served.
-
-    """
+def weight_table(config: Eagle3Config, num_taps: int) -> WeightTable:
+    """Return names and shapes of the weights of a drafter with ``num_taps`` taps, which ``fc`` takes concatenated."""
     layer = config.layer
     hidden = layer.hidden_size
-    taps = num_taps * config.target_hidden_size
     table = WeightTable("EAGLE-3")
     table.needed = {
-        "fc.weight": (hidden, taps),
         "norm.weight": (hidden,),
         "lm_head.weight": (config.draft_vocab_size, hidden),
         "layers.0.hidden_norm.weight": (hidden,),
     }
     table.optional = {"embed_tokens.weight": (layer.vocab_size, hidden)}
-    table.hints["fc.weight"] = f"{num_taps} taps of {config.target_hidden_size}"
+    table.add_taps("fc.weight", num_taps, config)
     if config.norm_before_fc:
-        table.needed["input_norm.weight"] = (taps,)
+        table.needed["input_norm.weight"] = (num_taps * config.target_hidden_size,)
     if config.fc_norm:
         table.needed |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(num_taps)}
     table.add_id_maps(config)
     for i in range(layer.num_hidden_layers):
         table.add_layer(layer, i, hidden if i else 2 * hidden)
-    table.check(config.folder, weights)
+    return table

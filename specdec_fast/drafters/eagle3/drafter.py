@@ -5,7 +5,6 @@ How rows belong to positions: see ``chain_drafter.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,13 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
-from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.base import Draft, DrafterContext, draft_of_trees
 from specdec_fast.drafters.eagle3.model import Eagle3Model, load_eagle3
-from specdec_fast.drafters.eagle3.program import layers_of, projection_of
 from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, trees_of
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
-from specdec_fast.drafters.shared.dynamic_tree import draft_of
 from specdec_fast.drafters.shared.queued_features import tokens_after
-from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.drafting import chosen_tokens, widened
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.runner.row_module import RowModule
 
@@ -35,34 +29,30 @@ class Eagle3Drafter(ChainDrafter):
 
     Where no tree may have all its nodes, it proposes chains, which take fewer rows to draft.
 
-    Args:
-        context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
-        folder: the checkpoint; see ``eagle3_config.py`` for the formats.
-
     Attributes:
-        max_nodes: of its trees; 0 if it proposes chains.
+        drafts_in_one_call: whether a call of a program drafts a whole step, where no request has a repetition penalty.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target; or
             ``draft_tree`` has a node beyond the last id.
         NotYetSupportedError: ``draft_tree`` is a tree, and the target verifies chains only.
-
     """
 
     settings = ("tap_layers", "draft_tree")
+    model: Eagle3Model
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
-        with torch.inference_mode():
-            self.model: Eagle3Model = load_eagle3(Path(folder), context.target, context.config.tap_layers)
         config = context.config
-        super().__init__(self.model.layout, context)
-        self.taps = self.model.taps
-        ops = self.model.ops
+        with torch.inference_mode():
+            model = load_eagle3(Path(folder), context.target, config.tap_layers)
+        super().__init__(model, context, model.target_ids)
+        self.taps = model.taps
         page_size = config.page_size
-        self.rows = RowModule(layers_of(self.model), ops, page_size, config.enforce_eager)
+        self.rows = RowModule(model.layers_function(), model.ops, page_size, config.enforce_eager)
         # A program projects within the call that drafts; where there is no such call, PyTorch projects.
-        self._projection = RowModule(projection_of(self.model), ops, page_size, self.rows.program is None)
+        self._projection = RowModule(model.projection_function(), model.ops, page_size, self.rows.program is None)
+        self.drafts_in_one_call = self.rows.program is not None
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
@@ -70,11 +60,9 @@ class Eagle3Drafter(ChainDrafter):
 
     @property
     def name(self) -> str:
-        """The kind and the checkpoint."""
         return f"eagle3:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the number of ids, the tree, and what runs its layers."""
         return {
             **super().describe(),
             "tap_layers": self.taps,
@@ -84,12 +72,7 @@ class Eagle3Drafter(ChainDrafter):
             "draft_tree": "chain" if self._trees is None else self._trees.described,
         }
 
-    def weights(self) -> Iterable[Tensor]:
-        """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
-        return self.model.weights()
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what its forwards need, its logits, and the hidden states that wait."""
         model = self.model
         itemsize = self.model.layout.dtype.itemsize
         verified = num_sequences * (num_draft_tokens + 1)
@@ -104,27 +87,26 @@ class Eagle3Drafter(ChainDrafter):
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        """Draft trees: one forward over the rows with new features, then one per further level."""
         if self._trees is None or all(most < self.max_nodes for most in node_limits if most):
             return self.propose(sequences, limits)
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
         if not chosen:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
+            return draft_of_trees([None] * len(sequences), self._device)
         drafting = [sequences[i] for i in chosen]
         within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
-        if sum(map(self._num_queued, drafting)) > self._most_rows:
+        if sum(map(self.num_queued, drafting)) > self._most_rows:
             self._catch_up(drafting)
-        if self._drafts_in_one_call(drafting):
-            found = self._trees_of_program(self._trees, drafting, within)
-            counts = dict(zip(chosen, found.counts, strict=True))
+        if self._in_one_call(drafting):
+            drafted = self._trees_of_program(self._trees, drafting, within)
+            counts = dict(zip(chosen, drafted.counts, strict=True))
             every_count = [counts.get(i, 0) for i in range(len(sequences))]
-            return Draft(found.token_ids, every_count, found.parents, found.scores if self.has_scores else None)
+            return Draft(drafted.token_ids, every_count, drafted.parents, drafted.scores if self.has_scores else None)
         trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(drafting))
         nodes = dict(zip(chosen, trees, strict=True))
-        return draft_of([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
+        return draft_of_trees([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
-    def _drafts_in_one_call(self, sequences: list[Sequence]) -> bool:
-        return self.rows.program is not None and all(s.params.repetition_penalty == 1 for s in sequences)
+    def _in_one_call(self, sequences: list[Sequence]) -> bool:
+        return self.drafts_in_one_call and all(s.params.repetition_penalty == 1 for s in sequences)
 
     def _trees_of_program(
         self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[tuple[int, int]]
@@ -136,10 +118,7 @@ class Eagle3Drafter(ChainDrafter):
         return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
     def _last_rows(self, sequences: list[Sequence]) -> LastRows:
-        """Compute the rows of all features, and return the last ones."""
-        rows = self._queued_rows(sequences)
-        inputs = self._taken(rows)
-        batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
+        batch, inputs = self._queued_batch(self._queued_rows(sequences))
         logits, hidden = self.rows(self._pool(), batch, inputs, batch.last_rows)
         return LastRows(inputs[batch.last_rows], hidden[batch.last_rows], logits)
 
@@ -147,15 +126,12 @@ class Eagle3Drafter(ChainDrafter):
         return self.model.project(hidden_states)
 
     def _compute(self, rows: list[Rows]) -> None:
-        """Compute rows of queued features."""
-        batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
-        self.rows(self._pool(), batch, self._taken(rows), self._no_rows)
+        self.rows(self._pool(), *self._queued_batch(rows), self._no_rows)
 
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
-        """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""
         members = list(drafting)
         counts = list(drafting.values())
-        if self._drafts_in_one_call(members):
+        if self._in_one_call(members):
             queued = self._queued_rows(members)
             token_ids = tokens_after(queued)
             choice = self._choice(sampling_of(members, self._device))
@@ -178,14 +154,3 @@ class Eagle3Drafter(ChainDrafter):
         if model.target_ids is None:
             return TokenChoice(model.vocab_size, sampling)
         return TokenChoice(len(model.target_ids), sampling, model.target_ids, model.vocab_size)
-
-    def _next_tokens(
-        self, logits: Tensor, fed: Tensor, sampling: Sampling | None, one_each: Tensor | None = None
-    ) -> Tensor:
-        model = self.model
-        if model.target_ids is None:
-            return chosen_tokens(model.ops, logits, model.vocab_size, sampling, fed, one_each)
-        if sampling is None:
-            return model.target_ids[chosen_tokens(model.ops, logits, logits.shape[1], None, fed, one_each)]
-        wide = widened(logits, model.target_ids, model.vocab_size)
-        return chosen_tokens(model.ops, wide, model.vocab_size, sampling, fed, one_each)

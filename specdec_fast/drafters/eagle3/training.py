@@ -15,25 +15,12 @@ from specdec_fast.drafters.shared.new_drafter import DrafterSize, copy_ends, lay
 def new_module(
     target: PreTrainedModel, size: DrafterSize, num_draft_ids: int, draft_ids: Tensor | None
 ) -> Eagle3Module:
-    """Return a drafter to be trained, on the target's device, in fp32.
+    """Return a drafter to be trained, on the target's device, in fp32; ``copy_ends`` says how its ends begin.
 
-    Embedding and output layer begin as the target's. A narrower drafter gets their projections onto the directions in
-    which the target's embeddings differ most, and trains its embedding too; otherwise the embedding is the target's
-    and stays as it is.
-
-    Args:
-        target: the model that it will draft for.
-        size: its sizes.
-        num_draft_ids: number of ids that it can propose.
-        draft_ids: ``[num_draft_ids]`` int64, those ids; None: all.
-
-    Raises:
-        ConfigError: the sizes do not go together.
-
+    ``draft_ids [num_draft_ids]`` int64 are the ids that it can propose; None: all. The errors are those of
+    ``layer_config``.
     """
-    config = target.config.get_text_config(decoder=True)
-    layer = layer_config(config, size)
-    module = Eagle3Module(layer, len(size.taps(config.num_hidden_layers)) * config.hidden_size, num_draft_ids)
+    module = Eagle3Module(layer_config(target, size), size.feature_size(target), num_draft_ids)
     copy_ends(target, module.embed_tokens, module.lm_head, draft_ids)
     return module.to(target.device)
 
@@ -41,16 +28,7 @@ def new_module(
 def save_drafter(
     module: Eagle3Module, folder: Path, target: PreTrainedModel, taps: tuple[int, ...], draft_ids: Tensor | None
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in the raw format, weights in bf16.
-
-    Args:
-        module: the trained drafter.
-        folder: exists.
-        target: the model that it was trained for.
-        taps: ``DrafterSize.taps``.
-        draft_ids: from ``frequent_ids``.
-
-    """
+    """Write a checkpoint in the raw format (``write_checkpoint``); ``taps`` are those of ``DrafterSize``."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         # SGLang's ids are those of the layers behind which the taps are read.

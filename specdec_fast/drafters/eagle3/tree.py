@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.eagle3.model import Eagle3Model
 from specdec_fast.drafters.shared import ranked
-from specdec_fast.drafters.shared.dynamic_tree import ROOT, DynamicTree, RankPaths, TreeNodes
 from specdec_fast.drafters.shared.ranked import TokenRanker
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.forward_layout import lay_out
@@ -29,7 +27,10 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import TreeRules
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.row_module import RowModule
-from specdec_fast.speculation_length.choice_tree import ChoiceTree
+from specdec_fast.trees.growing import GrowingTree, TreeNodes
+from specdec_fast.trees.parents import ROOT
+from specdec_fast.trees.rows import rows_of_trees
+from specdec_fast.trees.static import StaticTree
 
 # Nodes of a frontier, and children named for each of them. With trees of 16 nodes, 8 had no more accepted tokens than 4
 # for greedy requests, and 3.42 a step instead of 3.35 for sampled ones (bundled drafter). EAGLE-2 has 10 for 60 nodes.
@@ -38,22 +39,13 @@ WIDTH = 4
 
 @dataclass
 class _Growing:
-    """A tree in the making.
+    """A tree in the making."""
 
-    Attributes:
-        sequence: that it follows.
-        tree: its nodes so far.
-        depth: the largest depth.
-        fed: the row of ``states`` of which the last true row was made.
-        made: rows of ``states`` with the results of the root and of the nodes that were a frontier.
-
-    """
-
-    sequence: Sequence
-    tree: DynamicTree
-    depth: int
-    fed: int
-    made: dict[int, int]
+    sequence: Sequence  # that it follows
+    tree: GrowingTree  # its nodes so far
+    depth: int  # the largest depth
+    source: int  # the row of the states of which the last true row was made
+    made: dict[int, int]  # rows of the states with the results of the root and of the nodes that were a frontier
 
 
 class LastRows(NamedTuple):
@@ -63,7 +55,6 @@ class LastRows(NamedTuple):
         inputs: ``[B, H]``, the features that they were made of.
         hidden: ``[B, H]``, their results.
         logits: ``[B, draft_vocab_size]``.
-
     """
 
     inputs: Tensor
@@ -77,7 +68,6 @@ def trees_of(model: Eagle3Model, rows: RowModule, context: DrafterContext) -> Ea
     Raises:
         ConfigError: a node has a rank beyond the drafter's last id.
         NotYetSupportedError: the target verifies chains only.
-
     """
     wanted = context.config.draft_tree
     num_ids = model.config.draft_vocab_size
@@ -100,25 +90,19 @@ class Eagle3Trees:
     Attributes:
         max_nodes: the largest number of nodes.
         is_static: whether all trees have one shape.
-
     """
 
     def __init__(self, model: Eagle3Model, rows: RowModule, tree: int | tuple[tuple[int, ...], ...]) -> None:
         self._rows = rows
-        self._rank_paths = None if isinstance(tree, int) else RankPaths(ChoiceTree(tree))
-        self.is_static = self._rank_paths is not None
+        self._shape = None if isinstance(tree, int) else StaticTree(tree)
+        self.is_static = self._shape is not None
         self.max_nodes = tree if isinstance(tree, int) else len(tree)
-        choices = [] if self._rank_paths is None else self._rank_paths.tree.choices
-        places = {choice: place for place, choice in enumerate(choices)}
-        # Parents and ranks of a static tree's nodes, as in ``TreeRules``.
-        self._shape = [places.get(choice[:-1], ROOT) for choice in choices], [choice[-1] for choice in choices]
         self._ranker = TokenRanker(model.ops, model.vocab_size, model.target_ids)
 
     @property
     def described(self) -> int | list[list[int]]:
         """The tree for ``Engine.describe()``."""
-        static = self._rank_paths
-        return self.max_nodes if static is None else [list(choice) for choice in static.tree.choices]
+        return self.max_nodes if self._shape is None else [list(choice) for choice in self._shape.choices]
 
     def logits_bytes(self, num_sequences: int, row_bytes: int, itemsize: int) -> int:
         """Return the memory of the logits of all frontiers and of their ranking.
@@ -127,7 +111,6 @@ class Eagle3Trees:
             num_sequences: of a step.
             row_bytes: of a row of the drafter's logits, and of one of the target's ids if they are others.
             itemsize: of a logit.
-
         """
         num_rows = num_sequences * min(self._width, self.max_nodes)
         if self._rows.program is None:  # the ranker's two copies in fp32
@@ -138,11 +121,13 @@ class Eagle3Trees:
 
     def rules(self, limits: list[tuple[int, int]]) -> TreeRules:
         """Return the rules of these trees for a program that drafts them; ``limits`` as in ``draft``."""
+        shape = self._shape
         return TreeRules(
             [depth for depth, _ in limits],
             [num_nodes for _, num_nodes in limits],
             self._width,
-            *self._shape,
+            [] if shape is None else shape.parents,
+            [] if shape is None else shape.ranks,
             ranked.GREEDY_TEMPERATURE,
         )
 
@@ -156,13 +141,12 @@ class Eagle3Trees:
             sequences: ``B`` sequences, all of whose true rows have been computed.
             limits: the largest depth and the largest number of nodes of each tree, at least 1.
             last: of each sequence.
-
         """
         states = torch.cat([last.inputs, last.hidden])
         logits = last.logits
         batch_size = len(sequences)
         trees = [
-            _Growing(sequence, DynamicTree(num_nodes, self._width), depth, i, {ROOT: batch_size + i})
+            _Growing(sequence, GrowingTree(num_nodes, self._width, self._shape), depth, i, {ROOT: batch_size + i})
             for i, (sequence, (depth, num_nodes)) in enumerate(zip(sequences, limits, strict=True))
         ]
         growing = trees
@@ -180,26 +164,21 @@ class Eagle3Trees:
 
     @property
     def _width(self) -> int:
-        return WIDTH if self._rank_paths is None else self.max_nodes
+        return WIDTH if self._shape is None else self.max_nodes
 
     def _add_children(self, growing: list[_Growing], logits: Tensor, depth: int) -> None:
         """Add children to the nodes of all frontiers, which have the rows of ``logits``."""
         owners = []
-        fed = []
+        previous = []
         ends = [0]
         for each in growing:
             owners += [each.sequence] * len(each.tree.frontier)
-            fed += [_token(each, node) for node in each.tree.frontier]
-            ends.append(len(fed))
-        static = self._rank_paths
-        num_ranks = WIDTH if static is None else static.num_ranks(depth)
-        found = self._ranker(logits, owners, fed, depth, num_ranks)
+            previous += [_token(each, node) for node in each.tree.frontier]
+            ends.append(len(previous))
+        num_ranks = WIDTH if self._shape is None else self._shape.num_ranks[depth]
+        ranked = self._ranker(logits, owners, previous, depth, num_ranks)
         for each, (start, stop) in zip(growing, pairwise(ends), strict=True):
-            children = found.token_ids[start:stop], found.log_probs[start:stop]
-            if static is None:
-                each.tree.add_children(*children)
-            else:
-                static.add_children(each.tree, *children)
+            each.tree.add_children(ranked.token_ids[start:stop], ranked.log_probs[start:stop])
 
     def _forward(self, pool: PagePool, growing: list[_Growing], states: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the frontiers; return logits and results of their nodes."""
@@ -216,7 +195,7 @@ class Eagle3Trees:
             rows = {node: row for row, node in enumerate(nodes, start=len(tokens) + 1)}
             wanted += [rows[node] for node in tree.frontier]
             spans.append(Rows(sequence, sequence.length - 2, len(nodes) + 1))
-            sources += [each.fed, *(each.made[tree.parent(node)] for node in nodes)]
+            sources += [each.source, *(each.made[tree.parent(node)] for node in nodes)]
             tokens += [_token(each, node) for node in (ROOT, *nodes)]
             parents += above
             counts.append(len(nodes))

@@ -30,30 +30,18 @@ _TOKEN_MAP = "token_map"
 
 @dataclass(frozen=True)
 class Head:
-    """One head.
+    """One head."""
 
-    Attributes:
-        blocks: weight ``[H, H]`` and bias ``[H]`` or None of each residual block.
-        output: ``[draft_vocab_size, H]``.
-
-    """
-
-    blocks: tuple[tuple[Tensor, Tensor | None], ...]
-    output: Tensor
+    blocks: tuple[tuple[Tensor, Tensor | None], ...]  # weight [H, H] and bias [H] or None of each residual block
+    output: Tensor  # [draft_vocab_size, H]
 
 
 @dataclass(frozen=True)
 class MedusaWeights:
-    """All heads of a checkpoint.
+    """All heads of a checkpoint."""
 
-    Attributes:
-        heads: head i is for the token i + 1 positions behind the newest one.
-        target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id; None if they are the same.
-
-    """
-
-    heads: tuple[Head, ...]
-    target_ids: Tensor | None
+    heads: tuple[Head, ...]  # head i is for the token i + 1 positions behind the newest one
+    target_ids: Tensor | None  # [draft_vocab_size] int64, the target's id of each draft id; None if they are the same
 
 
 def is_medusa(folder: Path) -> bool:
@@ -61,37 +49,31 @@ def is_medusa(folder: Path) -> bool:
 
     Raises:
         ConfigError: ``architectures`` is no list of names.
-
     """
     if any((folder / name).exists() for name in _OWN_FILES):
         return True
     settings = Settings.read_if_any(folder)  # heads need none
-    found = [str(settings.get("model_type")), *settings.names("architectures")]
-    return any(name.lower() in ("medusa", "medusamodel") for name in found)
+    names = [str(settings.get("model_type")), *settings.names("architectures")]
+    return any(name.lower() in ("medusa", "medusamodel") for name in names)
 
 
 def read_heads(folder: Path, hidden_size: int) -> MedusaWeights:
-    """Read all heads of a folder.
-
-    Args:
-        folder: has one of the files named above.
-        hidden_size: of the target.
+    """Read all heads of a folder, for a target of a hidden size.
 
     Raises:
         ConfigError: there is no such file, it is damaged, or a weight is missing, unknown or of another shape; the
             message names the weight.
-
     """
     path = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if path is None:
         raise ConfigError(f"{str(folder)!r} has no Medusa heads; expected one of {', '.join(_FILES)}.")
-    found = _Found(path, hidden_size)
+    sorted_weights = _SortedWeights(path, hidden_size)
     for key, value in read_tensors(path).items():
-        found.add(key, value)
-    return found.joined()
+        sorted_weights.add(key, value)
+    return sorted_weights.joined()
 
 
-class _Found:
+class _SortedWeights:
     """The weights of one file, sorted by head and block."""
 
     def __init__(self, path: Path, hidden_size: int) -> None:
@@ -162,14 +144,13 @@ class _Found:
         if output is None:
             raise ConfigError(f"{self._where} lacks the output layer of head {index}; expected lm_heads.{index}.weight "
                               f"or {index}.N.weight, with N the number of its blocks.")  # fmt: skip
-        own = [block for head, block in self._blocks if head == index]
-        num_found = 1 + max(own, default=-1)
-        if num_blocks is not None and num_found > num_blocks:
+        num_read = 1 + max((block for head, block in self._blocks if head == index), default=-1)
+        if num_blocks is not None and num_read > num_blocks:
             raise ConfigError(
-                f"{self._where} has the block {index}.{num_found - 1}.linear, but the output {index}.{num_blocks}."
+                f"{self._where} has the block {index}.{num_read - 1}.linear, but the output {index}.{num_blocks}."
             )
         blocks = []
-        for block in range(num_found if num_blocks is None else num_blocks):
+        for block in range(num_read if num_blocks is None else num_blocks):
             weights = self._blocks.get((index, block), {})
             if "weight" not in weights:
                 raise ConfigError(f"{self._where} lacks the weight {index}.{block}.linear.weight; expected all blocks.")

@@ -2,7 +2,7 @@
 
 Head i reads the input of the target's output layer at the row that chose a sequence's newest token, and predicts the
 token i + 1 positions behind the newest one. All heads read the same row, so the drafter keeps one hidden state per
-sequence and no KV entries. The likeliest tokens of every head are the nodes of a static tree (``choice_tree.py``).
+sequence and no KV entries. The likeliest tokens of every head are the nodes of a static tree (``trees/static.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +17,15 @@ from torch.nn.functional import silu
 
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.base import DrafterContext, StepResult
 from specdec_fast.drafters.medusa.checkpoint import Head, MedusaWeights, read_heads
 from specdec_fast.drafters.shared.checkpoint.settings import Settings
 from specdec_fast.drafters.shared.checkpoint.target import check_whole
-from specdec_fast.drafters.shared.static_trees import (
-    empty_draft,
-    num_nodes_of,
-    picked_draft,
-    ranked_tokens,
-    static_tree,
-)
+from specdec_fast.drafters.shared.heads import HeadsDrafter, ranked_tokens
 from specdec_fast.errors import VocabularyMismatchError
-from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
-from specdec_fast.speculation_length.choice_tree import checked_choices, fit_tree
+from specdec_fast.trees.static import checked_choices, fit_tree
 
 _DEFAULT_NODES = 16
 # Hit rates by depth and rank of three heads for the bundled target (`train-drafter --kind medusa`, docs/drafters.md).
@@ -44,28 +36,12 @@ _RECORDED: tuple[tuple[float, ...], ...] = (
 )
 
 
-class MedusaDrafter(TreeDrafter):
-    """Proposes a tree of the tokens that several heads find likeliest, or a chain.
-
-    For a request that samples, a head's tokens are ranked by the target's own rule, with the noise with which the
-    target will choose the token of that position. The first one is what the target would choose with the head's logits,
-    and each further one is what it would choose without those before it.
-
-    Args:
-        context: the target, the settings (``draft_tree``) and the device.
-        folder: the checkpoint; see ``medusa_weights.py`` for the formats.
-
-    Attributes:
-        tree: what is proposed; cut to the limits of a step.
+class MedusaDrafter(HeadsDrafter):
+    """Proposes a tree of what heads predict that all read the same hidden state, or a chain.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
-
     """
-
-    settings = ("draft_tree",)
-
-    taps = (FINAL,)
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
@@ -74,7 +50,6 @@ class MedusaDrafter(TreeDrafter):
         weights = read_heads(Path(folder), target.hf.config.hidden_size)
         self._target_ids = _checked_ids(weights, target, folder)
         self._heads = tuple(_placed(head, target) for head in weights.heads)
-        self._draft_vocab_size = len(weights.heads[0].output)
         self._ops = target.ops
         self._unchecked = target.ops.unchecked or target.ops
         self._vocab_size = target.vocab_size
@@ -83,90 +58,70 @@ class MedusaDrafter(TreeDrafter):
         self._itemsize = target.layout.dtype.itemsize
         wanted = context.config.draft_tree
         choices = self._choices(wanted if isinstance(wanted, int) else _DEFAULT_NODES)
-        self.tree = static_tree(context, choices, len(self._heads), self._draft_vocab_size)
-        self.max_nodes = num_nodes_of(self.tree)
+        self._set_tree(context, choices, len(self._heads), len(weights.heads[0].output))
+        self._places = [sum(self.tree.num_ranks[:depth]) for depth in range(len(self.tree.num_ranks))]
         self._hidden: dict[Sequence, tuple[int, Tensor]] = {}  # the newest hidden state [H], and its position
 
     @property
     def name(self) -> str:
-        """The kind and the checkpoint."""
         return f"medusa:{self._folder}"
 
-    def describe(self) -> dict[str, Any]:
-        """Return the number of heads and the tree."""
-        return {"num_heads": len(self._heads), "draft_tree": [list(choice) for choice in self.tree.choices]}
+    @property
+    def num_kept_rows(self) -> int:
+        """The number of hidden states in memory, one per sequence."""
+        return len(self._hidden)
 
     def weights(self) -> Iterable[Tensor]:
-        """Return the weights of all heads."""
         for head in self._heads:
             yield head.output
             yield from (part for block in head.blocks for part in block if part is not None)
 
     @property
-    def estimates_memory(self) -> bool:
-        """PyTorch runs its heads."""
+    def estimates_memory(self) -> bool:  # PyTorch runs its heads
         return True
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate its hidden states and the logits of one head, in several copies where tokens are ranked by noise."""
+        # Its hidden states, and the logits of one head, in several copies where tokens are ranked by noise.
         return num_sequences * (4 * self._hidden_size + 3 * self._vocab_size) * self._itemsize
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Forget what an interrupted run left."""
         self._hidden.clear()
 
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Keep the hidden state of each prompt's last row."""
         end = 0
-        for sequence, own in zip(sequences, positions, strict=True):
-            end += len(own)
-            self._hidden[sequence] = (own[-1], features[end - 1, 0].clone())
+        for sequence, computed in zip(sequences, positions, strict=True):
+            end += len(computed)
+            self._hidden[sequence] = (computed[-1], features[end - 1, 0].clone())
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Keep the hidden states that chose the newest tokens."""
         if sequences and result.hidden_states is not None:
-            rows = to_device([own[-1] for own in result.accepted_rows], self._device)
+            rows = to_device([accepted[-1] for accepted in result.accepted_rows], self._device)
             newest = result.hidden_states[rows, 0]  # a copy
             for sequence, hidden in zip(sequences, newest, strict=True):
                 self._hidden[sequence] = (sequence.length - 2, hidden)
 
     def release(self, sequence: Sequence) -> None:
-        """Forget the sequence's hidden state."""
         self._hidden.pop(sequence, None)
 
-    @torch.inference_mode()
-    def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        """Run as many heads as the deepest tree has levels, once for all sequences, and pick each tree's tokens."""
-        chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_ready(s)]
-        if not chosen:
-            return empty_draft(len(sequences))
-        depth = min(max(limits[i] for i in chosen), len(self.tree.num_ranks))
-        tokens = self._ranked([sequences[i] for i in chosen], depth)
-        firsts = [sum(self.tree.num_ranks[:d]) for d in range(depth)]
-        picked: dict[int, tuple[list[int], list[int]]] = {}
-        for i in chosen:
-            shape = self.tree.within(min(limits[i], depth), node_limits[i])
-            places = [firsts[d] + rank for d, rank in zip(shape.depths, shape.ranks, strict=True)]
-            picked[i] = (places, shape.parents)
-        return picked_draft(tokens, picked, len(sequences), self._device)
-
-    def _is_ready(self, sequence: Sequence) -> bool:
-        """Return whether the hidden state that chose the newest token is known."""
+    def _is_complete(self, sequence: Sequence) -> bool:
         return sequence in self._hidden and self._hidden[sequence][0] == sequence.length - 2
 
     def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
-        """Return ``[B, sum of num_ranks]`` int64: each head's likeliest tokens, of depth 1 first."""
         hidden = torch.stack([self._hidden[sequence][1] for sequence in sequences]).to(self._heads[0].output.dtype)
         sampling = sampling_of(sequences, self._device)
-        fed = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
+        newest = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
         columns = []
         ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
         for ahead, head in enumerate(self._heads[:depth]):
             later = sampling and replace(sampling, positions=sampling.positions + ahead)
             logits = self._logits(head, hidden)
             num_ranks = self.tree.num_ranks[ahead]
-            columns.append(ranked_tokens(self._ops, logits, num_ranks, fed, later, ids))
+            columns.append(ranked_tokens(self._ops, logits, num_ranks, newest, later, ids))
         return torch.cat(columns, dim=1)
+
+    def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:
+        shape = self.tree.within(depth, num_nodes)
+        return [self._places[d] + rank for d, rank in zip(shape.depths, shape.ranks, strict=True)], shape.parents
 
     def _logits(self, head: Head, rows: Tensor) -> Tensor:
         """Return ``[N, draft_vocab_size]`` for hidden states ``[N, H]``."""
@@ -201,7 +156,6 @@ def _checked_ids(weights: MedusaWeights, target: RaggedModel, folder: str) -> Te
 
     Raises:
         VocabularyMismatchError: the heads were trained for another number of ids.
-
     """
     ids = weights.target_ids
     size = len(weights.heads[0].output)

@@ -14,18 +14,15 @@ from transformers import PreTrainedModel
 
 from specdec_fast.drafters.medusa.checkpoint import HEADS_FILE
 from specdec_fast.drafters.shared.checkpoint.writing import write_files
+from specdec_fast.drafters.shared.new_drafter import output_weight
 from specdec_fast.drafters.shared.trainable import DrafterModule, ResidualBlock
-from specdec_fast.errors import ConfigError
 
 
 class MedusaModule(DrafterModule):
     """Heads over the input of the target's output layer. ``heads.state_dict()`` has the names of checkpoints.
 
-    Args:
-        output: ``[vocab_size, H]``, the weights of the target's output layer, with which every head begins.
-        num_heads: number of tokens to draft.
-        num_blocks: residual blocks of a head; they begin as the identity.
-
+    Every head begins with ``output [vocab_size, H]``, the weights of the target's output layer; its residual blocks
+    begin as the identity.
     """
 
     def __init__(self, output: Tensor, num_heads: int, num_blocks: int = 1) -> None:
@@ -39,12 +36,10 @@ class MedusaModule(DrafterModule):
             self.heads.append(nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_blocks)), last))
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
-        """Return the logits of the first ``num_steps`` heads at every position; see ``DrafterModule``."""
         length = token_ids.shape[1]
         return [head(features[:, : length - 1 - step]) for step, head in enumerate(self.heads[:num_steps])]
 
     def output_layers(self) -> list[nn.Module]:
-        """Return the last layer of every head; see ``DrafterModule``."""
         return [head[-1] for head in self.heads]  # type: ignore[index]
 
 
@@ -53,25 +48,14 @@ def new_heads(target: PreTrainedModel, num_heads: int) -> MedusaModule:
 
     Raises:
         ConfigError: the target's output layer is not one matrix without a bias, so no head can begin as its copy.
-
     """
-    layer = target.get_output_embeddings()
-    if not isinstance(layer, nn.Linear) or layer.bias is not None:
-        raise ConfigError(
-            f"the output layer of {type(target).__name__} is a {type(layer).__name__}; Medusa heads begin as a copy of "
-            "a linear layer without a bias."
-        )
-    return MedusaModule(layer.weight.detach().float(), num_heads).to(target.device)
+    return MedusaModule(output_weight(target), num_heads).to(target.device)
 
 
 def save_heads(module: MedusaModule, folder: Path, choices: list[list[int]]) -> None:
-    """Write ``config.json`` and ``medusa_lm_head.safetensors``, weights in bf16.
+    """Write ``config.json`` and ``medusa_lm_head.safetensors``, weights in bf16, into a folder that exists.
 
-    Args:
-        module: the trained heads.
-        folder: exists.
-        choices: the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
-
+    ``choices`` is the tree that is drafted without ``EngineConfig.draft_tree``, as rank paths.
     """
     config = {
         "model_type": "medusa",

@@ -1,4 +1,4 @@
-"""The weights of a multi-token prediction (MTP) layer, found in the target's own checkpoint, under one set of names.
+"""The weights of a multi-token prediction (MTP) layer, read from the target's checkpoint, under one set of names.
 
 A layer consists of a norm of the embedding (``enorm``), a norm of the hidden state (``hnorm``), the linear that joins
 both (``eh_proj``), a decoder layer of the target's class, and a norm before the target's output layer. Three sets of
@@ -28,22 +28,13 @@ PARTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight")
 
 @dataclass(frozen=True)
 class Format:
-    """How checkpoints of one kind name an MTP layer.
-
-    Attributes:
-        name: of the kind.
-        prefix: regular expression of all its names; ``{N}`` is the number of the target's layers.
-        parts: names behind the prefix for ``PARTS``, in that order.
-        block: what stands behind the prefix, before the names of the decoder layer.
-        is_hidden_first: whether ``eh_proj`` takes the hidden state before the embedding.
-
-    """
+    """How checkpoints of one kind name an MTP layer."""
 
     name: str
-    prefix: str
-    parts: tuple[str, str, str, str]
-    block: str = ""
-    is_hidden_first: bool = False
+    prefix: str  # regular expression of all its names; {N} is the number of the target's layers
+    parts: tuple[str, str, str, str]  # names behind the prefix for PARTS, in that order
+    block: str = ""  # what stands behind the prefix, before the names of the decoder layer
+    is_hidden_first: bool = False  # whether eh_proj takes the hidden state before the embedding
 
 
 FORMATS = (
@@ -69,41 +60,29 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """One MTP layer.
+    """One MTP layer."""
 
-    Attributes:
-        where: where it was read, for messages.
-        format: how its checkpoint names it.
-        parts: the weights of ``PARTS``.
-        block: the decoder layer's, under the names of the checkpoint behind ``layers.N.``.
-        num_layers: number of MTP layers that the checkpoint has; the first one is read.
-
-    """
-
-    where: str
-    format: Format
-    parts: dict[str, Tensor]
-    block: dict[str, Tensor]
-    num_layers: int
+    where: str  # it was read, for messages
+    format: Format  # how its checkpoint names it
+    parts: dict[str, Tensor]  # the weights of PARTS
+    block: dict[str, Tensor]  # the decoder layer's, under the names of the checkpoint behind "layers.N."
+    num_layers: int  # number of MTP layers that the checkpoint has; the first one is read
 
 
 def read_mtp(source: str, num_layers: int) -> MtpWeights:
     """Read the first MTP layer of a checkpoint, and no other weight.
 
-    Args:
-        source: a folder, or the name of a model that has been downloaded.
-        num_layers: number of the target's layers.
+    ``source`` is a folder, or the name of a model that has been downloaded; the target has ``num_layers`` layers.
 
     Raises:
         ConfigError: there are no such files or they are damaged, or they have no MTP layer, or it lacks a part.
-
     """
     files = _files_of(source)
     for kind in FORMATS:
         pattern = re.compile(kind.prefix.replace("{N}", str(num_layers)))
-        own = {key: key[match.end() :] for key in files if (match := pattern.match(key))}
-        if own:
-            return _layer(source, kind, own, files, num_layers)
+        names = {key: key[match.end() :] for key in files if (match := pattern.match(key))}
+        if names:
+            return _layer(source, kind, names, files, num_layers)
     raise ConfigError(
         f"{source!r} has no MTP layer: none of its {len(files)} weights is named model.layers.{num_layers}. (behind "
         "the target's last layer), model.mtp_layers.0. or mtp.; take a checkpoint that carries one, as "
@@ -111,26 +90,26 @@ def read_mtp(source: str, num_layers: int) -> MtpWeights:
     )
 
 
-def _layer(source: str, kind: Format, own: dict[str, str], files: dict[str, Path], num_layers: int) -> MtpWeights:
-    """Read the weights ``own`` (their names in the files, and those behind the format's prefix)."""
+def _layer(source: str, kind: Format, names: dict[str, str], files: dict[str, Path], num_layers: int) -> MtpWeights:
+    """Read the weights of some names in the files; each comes with its name behind the format's prefix."""
     known = dict(zip(kind.parts, PARTS, strict=True))
     # Of several layers, the formats that number them behind the prefix keep the others here.
     numbered = re.compile(r"layers\.([1-9]\d*)\." if kind.block else r"(?!)")
-    further = {match.group(1) for name in own.values() if (match := numbered.match(name))}
-    own = {key: name for key, name in own.items() if name not in _SHARED and not numbered.match(name)}
-    if others := sorted(key for key, name in own.items() if name not in known and not name.startswith(kind.block)):
+    further = {match.group(1) for name in names.values() if (match := numbered.match(name))}
+    names = {key: name for key, name in names.items() if name not in _SHARED and not numbered.match(name)}
+    if others := sorted(key for key, name in names.items() if name not in known and not name.startswith(kind.block)):
         raise ConfigError(
             f"{source!r}: its MTP layer has weights that are not known: {', '.join(others[:4])} ({len(others)} in all)."
         )
-    missing = [name for name in kind.parts if name not in own.values()]
+    missing = [name for name in kind.parts if name not in names.values()]
     if missing:
         raise ConfigError(
-            f"{source!r} lacks weights of its MTP layer ({next(iter(own))}, ...): {', '.join(missing)}; take a "
+            f"{source!r} lacks weights of its MTP layer ({next(iter(names))}, ...): {', '.join(missing)}; take a "
             "complete checkpoint."
         )
     parts = {}
     block = {}
-    for key, name in own.items():
+    for key, name in names.items():
         if name in known:
             parts[known[name]] = read_tensor(files[key], key)
         else:
@@ -139,18 +118,17 @@ def _layer(source: str, kind: Format, own: dict[str, str], files: dict[str, Path
 
 
 def _num_further(kind: Format, files: dict[str, Path], num_layers: int) -> int:
-    """Return the number of MTP layers behind the first, where each has a prefix of its own."""
+    """Return the number of MTP layers behind the first, where each has its prefix."""
     following = {"deepseek": r"model\.(?:language_model\.)?layers\.(\d+)\.enorm", "mimo": r"model\.mtp_layers\.(\d+)\."}
     first = {"deepseek": num_layers, "mimo": 0}.get(kind.name)
     if first is None:
         return 0
-    found = {int(match.group(1)) for key in files if (match := re.match(following[kind.name], key))}
-    return len([index for index in found if index > first])
+    indices = {int(match.group(1)) for key in files if (match := re.match(following[kind.name], key))}
+    return len([index for index in indices if index > first])
 
 
 def _files_of(source: str) -> dict[str, Path]:
-    """Return the file of every weight of a checkpoint, by the weight's name."""
-    path = next((found for name in _FILES if (found := _path(source, name)) is not None), None)
+    path = next((path for name in _FILES if (path := _path(source, name)) is not None), None)
     if path is None:
         raise ConfigError(
             f"{source!r} is no folder or downloaded model with weights in safetensors; expected one of "
@@ -164,7 +142,7 @@ def _path(source: str, name: str) -> Path | None:
         path = Path(source) / name
         return path if path.exists() else None
     try:
-        found = cached_file(source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        cached = cached_file(source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     except OSError:
         return None
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import DrafterContext
-from specdec_fast.drafters.mtp.checkpoint import MtpWeights, read_mtp
+from specdec_fast.drafters.mtp.checkpoint import read_mtp
 from specdec_fast.drafters.mtp.model import MtpModel
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
-from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.errors import ConfigError
-from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.models.hidden_states import FINAL
-from specdec_fast.runner.drafting import chosen_tokens
 from specdec_fast.runner.model_memory import estimated_row_bytes
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
@@ -27,17 +21,15 @@ from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 class MtpDrafter(ChainDrafter):
     """Proposes a chain of K tokens: the first MTP layer of a checkpoint predicts each of them.
 
-    Args:
-        context: the target, the settings and the device.
-        source: the folder of a checkpoint with an MTP layer for this target; None: the target's own checkpoint.
+    ``source`` is the folder of a checkpoint with an MTP layer for this target; None: the target's checkpoint.
 
     Raises:
         ConfigError: there is no MTP layer, or it does not fit the target.
         NotYetSupportedError: the target does not attend fully in all layers, or its class cannot be made with one.
-
     """
 
     taps = (FINAL,)
+    model: MtpModel
 
     def __init__(self, context: DrafterContext, source: str | None = None) -> None:
         target = context.target
@@ -48,53 +40,33 @@ class MtpDrafter(ChainDrafter):
                 "'mtp:FOLDER'."
             )
         weights = read_mtp(source or target.path, target.layout.num_layers)
-        self._described = _described(weights)
+        self._described = {"mtp_format": weights.format.name, "num_mtp_layers": weights.num_layers}
         with torch.inference_mode():
-            self.model = MtpModel(weights, target, context.config.page_size)
-        super().__init__(self.model.ragged.layout, context)
+            model = MtpModel(weights, target, context.config.page_size)
+        super().__init__(model, context)
 
     @property
     def name(self) -> str:
-        """The kind, and the checkpoint if it is not the target's."""
         return "mtp" if self._source is None else f"mtp:{self._source}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the checkpoint's format, the number of its MTP layers, of which the first drafts, and what runs it."""
         return {**super().describe(), **self._described}
 
-    def weights(self) -> Iterable[Tensor]:
-        """Return the weights of the MTP layer, and the target's embedding and output layer."""
-        return self.model.weights()
-
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what its forwards need, its logits, and the hidden states that wait."""
         ragged = self.model.ragged
         itemsize = ragged.layout.dtype.itemsize
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
         forward = rows * estimated_row_bytes(ragged.model, itemsize)
         return forward + self._kept_bytes(num_sequences, rows) + num_sequences * ragged.vocab_size * itemsize
 
-    def _projected(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states[:, 0].to(self.model.ragged.layout.dtype)
-
     def _compute(self, rows: list[Rows]) -> None:
-        """Compute rows of queued features."""
-        batch = lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device))
-        self._forward(batch, self._taken(rows), batch.last_rows)
+        batch, features = self._queued_batch(rows)
+        self._forward(batch, features, batch.last_rows)
 
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.model.forward(batch, self._pool(), inputs, wanted)
-
-    def _next_tokens(
-        self, logits: Tensor, fed: Tensor, sampling: Sampling | None, one_each: Tensor | None = None
-    ) -> Tensor:
-        return chosen_tokens(self.model.ragged.ops, logits, self.model.ragged.vocab_size, sampling, fed, one_each)
 
 
 def holds_mtp(folder: object) -> bool:
     """Return False: the folder of a checkpoint with an MTP layer names the model, if no ``mtp:`` is before it."""
     return False
-
-
-def _described(weights: MtpWeights) -> dict[str, Any]:
-    return {"mtp_format": weights.format.name, "num_mtp_layers": weights.num_layers}

@@ -34,19 +34,13 @@ _FEW_IDS = 8  # of the embedding with which the model is made, before it gets th
 class MtpModel:
     """The MTP layer of one target.
 
-    Args:
-        weights: from ``read_mtp``.
-        target: gives the layer's class, the embedding, the output layer, dtype, device and ops.
-        page_size: of its pages.
-
-    Attributes:
-        ragged: computes its rows; one of its layers' KV entries has ``ragged.layout``.
+    The target gives the layer's class, the embedding, the output layer, dtype, device and ops. ``ragged`` computes
+    rows.
 
     Raises:
         ConfigError: a weight is missing, unknown, or has another shape.
         NotYetSupportedError: the target does not attend fully in all layers, or its class cannot be made with one.
         UnsupportedModelError: the layer does not reproduce its own dense logits on pages.
-
     """
 
     def __init__(self, weights: MtpWeights, target: RaggedModel, page_size: int) -> None:
@@ -69,6 +63,7 @@ class MtpModel:
         model.config.get_text_config(decoder=True).vocab_size = target.hf.config.vocab_size
         self.ragged = RaggedModel(model, target.ops, page_size, enforce_eager=True)
         self.ragged.use_taps((FINAL,))
+        self.layout = self.ragged.layout
 
     def weights(self) -> list[Tensor]:
         """Return all its tensors; embedding and output layer are the target's."""
@@ -79,15 +74,9 @@ class MtpModel:
     ) -> tuple[Tensor, Tensor]:
         """Compute rows, and write their KV entries.
 
-        Args:
-            batch: ``T`` rows; the token of a row at position i is that of position i + 1.
-            pool: this layer's pages.
-            hidden: ``[T, H]``, the target's hidden states, or the results for the rows before.
-            wanted: ``[R]`` int64, the rows whose logits are wanted; None: all.
-
-        Returns:
-            Logits ``[R, vocab_size]`` and results ``[T, H]``.
-
+        The token of a row at position i is that of position i + 1. ``hidden [T, H]`` has the target's hidden states, or
+        the results for the rows before. Return logits ``[R, vocab_size]`` of the rows ``wanted`` (None: all), and
+        results ``[T, H]``.
         """
         results = self.ragged.empty_hidden_states(len(hidden))
         assert results is not None
@@ -100,12 +89,7 @@ class MtpModel:
 
 
 class _Inputs(nn.Module):
-    """Stands in the place of a model's embedding, and joins embeddings and hidden states.
-
-    Attributes:
-        hidden: ``[T, H]``, the hidden states of the next forward's rows; None: the embeddings, for probes of the model.
-
-    """
+    """Stands in the place of a model's embedding, and joins embeddings and hidden states."""
 
     def __init__(
         self, embedding: nn.Module, enorm: nn.Module, hnorm: nn.Module, eh_proj: nn.Linear, is_hidden_first: bool
@@ -115,6 +99,7 @@ class _Inputs(nn.Module):
         self.enorm = enorm
         self.hnorm = hnorm
         self.eh_proj = eh_proj
+        # [T, H], the hidden states of the next forward's rows; None: the embeddings, for checks of the model
         self.hidden: Tensor | None = None
         self._is_hidden_first = is_hidden_first
 
@@ -175,13 +160,12 @@ def _one_layer(weights: MtpWeights, target: RaggedModel) -> tuple[PreTrainedMode
 
 
 def _config_of(weights: MtpWeights, config: Any) -> Any:
-    """Return the config of a model of one layer, that of the MTP layer."""
     is_mixture = any(name.startswith(("mlp.experts.", "mlp.gate.")) for name in weights.block)
-    own = copy.deepcopy(config)
-    own.num_hidden_layers = 1
-    own.vocab_size = _FEW_IDS
-    own.tie_word_embeddings = False
-    own.pad_token_id = None
+    of_layer = copy.deepcopy(config)
+    of_layer.num_hidden_layers = 1
+    of_layer.vocab_size = _FEW_IDS
+    of_layer.tie_word_embeddings = False
+    of_layer.pad_token_id = None
     settings = {
         "layer_types": [_FULL],
         "mlp_layer_types": ["sparse" if is_mixture else "dense"],
@@ -189,15 +173,15 @@ def _config_of(weights: MtpWeights, config: Any) -> Any:
         "mlp_only_layers": [] if is_mixture else [0],
     }
     for name, value in settings.items():
-        if getattr(own, name, None) is not None:
-            setattr(own, name, value)
-    return own
+        if getattr(of_layer, name, None) is not None:
+            setattr(of_layer, name, value)
+    return of_layer
 
 
 def _filled(norm: nn.Module, weight: Tensor, what: str) -> nn.Module:
-    own = copy.deepcopy(norm)
-    _filled_in_place(own, weight, what)
-    return own
+    filled = copy.deepcopy(norm)
+    _filled_in_place(filled, weight, what)
+    return filled
 
 
 def _filled_in_place(module: Any, weight: Tensor, what: str) -> None:

@@ -21,28 +21,26 @@ class NgramDrafter(Drafter):
 
     def __init__(self, context: DrafterContext) -> None:
         self._device = context.device
-        self._indexes: defaultdict[Sequence, NgramIndex] = defaultdict(NgramIndex)
+        self.indexes: defaultdict[Sequence, NgramIndex] = defaultdict(NgramIndex)
 
     @property
     def name(self) -> str:
         return "ngram"
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Look up the last tokens of every sequence among its own committed tokens."""
         proposals = [
-            self._indexes[sequence].propose(sequence.token_ids, limit) if limit else []
+            self.indexes[sequence].propose(sequence.token_ids, limit) if limit else []
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
         token_ids = [token for proposal in proposals for token in proposal]
         return Draft(to_device(token_ids, self._device), [len(proposal) for proposal in proposals])
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Drop the indexes that an interrupted run left."""
-        self._indexes.clear()
+        # An interrupted run may have left some.
+        self.indexes.clear()
 
     def release(self, sequence: Sequence) -> None:
-        """Drop the sequence's index, if it has one."""
-        self._indexes.pop(sequence, None)
+        self.indexes.pop(sequence, None)
 
 
 class NgramIndex:
@@ -53,30 +51,25 @@ class NgramIndex:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in NGRAM_SIZES}
+        self.tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in NGRAM_SIZES}
         self._num_tokens = 0  # length of the list at the last look-up
 
     def propose(self, token_ids: list[int], num_draft_tokens: int) -> list[int]:
         """Return up to ``num_draft_tokens`` tokens that followed the latest earlier copy of the last n tokens.
 
-        The longest n that has an earlier copy counts, from 3 down to 1.
-
-        Args:
-            token_ids: the list of the last call, with any number of tokens appended.
-            num_draft_tokens: at least 1.
-
+        The longest n that has an earlier copy counts, from 3 down to 1. ``token_ids`` is the list of the last call,
+        with any number of tokens appended.
         """
         self._add_ngrams(token_ids)
-        for n, table in self._tables.items():
+        for n, table in self.tables.items():
             follows = table.get(tuple(token_ids[-n:]))
             if follows is not None:
                 return token_ids[follows : follows + num_draft_tokens]
         return []
 
     def _add_ngrams(self, token_ids: list[int]) -> None:
-        """Add the n-grams that have been followed by a token since the last call."""
         stop = len(token_ids)
-        for n, table in self._tables.items():
+        for n, table in self.tables.items():
             first = max(n, self._num_tokens)  # the first position with a new n-gram before it
             if first < stop:
                 columns = [token_ids[first - n + i : stop - n + i] for i in range(n)]

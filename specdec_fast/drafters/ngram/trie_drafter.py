@@ -6,13 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-import torch
-
-from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
 from specdec_fast.drafters.ngram.drafter import NGRAM_SIZES
-from specdec_fast.drafters.ngram.trie import trie
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.trees.growing import merged
 
 _MOST_COPIES = 16  # whose continuations are merged: a frequent token has hundreds
 
@@ -24,41 +21,31 @@ class NgramTrieDrafter(TreeDrafter):
     earlier ones. So the first branch is what ``"ngram"`` proposes, and the tree has further branches where that may be
     wrong. Each sequence has an index, built at its first proposal and extended by its new tokens at each later one.
 
-    Args:
-        context: from the engine.
-        max_nodes: the largest number of nodes of a tree; every node costs a row of the verification.
-
+    ``max_nodes`` is the largest number of nodes of a tree; every node costs a row of the verification.
     """
 
     def __init__(self, context: DrafterContext, max_nodes: int = 16) -> None:
         self.max_nodes = max_nodes
         self._device = context.device
-        self._indexes: defaultdict[Sequence, CopyIndex] = defaultdict(CopyIndex)
+        self.indexes: defaultdict[Sequence, CopyIndex] = defaultdict(CopyIndex)
 
     @property
     def name(self) -> str:
         return "ngram-trie"
 
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        """Look up the last tokens of every sequence among its own committed tokens."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        counts: list[int] = []
+        trees = []
         for sequence, depth, num_nodes in zip(sequences, limits, node_limits, strict=True):
-            copies = self._indexes[sequence].continuations(sequence.token_ids, depth) if depth else []
-            own = trie(copies, num_nodes)
-            tokens += own[0]
-            parents += own[1]
-            counts.append(len(own[0]))
-        return Draft(to_device(tokens, self._device), counts, torch.tensor(parents, dtype=torch.int32, device="cpu"))
+            copies = self.indexes[sequence].continuations(sequence.token_ids, depth) if depth else []
+            trees.append(merged(copies, num_nodes))
+        return draft_of_trees(trees, self._device)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Drop the indexes that an interrupted run left."""
-        self._indexes.clear()
+        # An interrupted run may have left some.
+        self.indexes.clear()
 
     def release(self, sequence: Sequence) -> None:
-        """Drop the sequence's index, if it has one."""
-        self._indexes.pop(sequence, None)
+        self.indexes.pop(sequence, None)
 
 
 class CopyIndex:
@@ -75,12 +62,8 @@ class CopyIndex:
     def continuations(self, token_ids: list[int], num_tokens: int) -> list[list[int]]:
         """Return up to ``num_tokens`` tokens behind each earlier copy of the last n tokens, the likeliest first.
 
-        Copies of more tokens come first, and of as many tokens the later ones; 16 copies at most.
-
-        Args:
-            token_ids: the list of the last call, with any number of tokens appended.
-            num_tokens: at least 1.
-
+        Copies of more tokens come first, and of as many tokens the later ones; 16 copies at most. ``token_ids`` is the
+        list of the last call, with any number of tokens appended.
         """
         self._add_ngrams(token_ids)
         return [token_ids[follows : follows + num_tokens] for follows in islice(self._copies(token_ids), _MOST_COPIES)]
@@ -95,7 +78,6 @@ class CopyIndex:
                     yield follows
 
     def _add_ngrams(self, token_ids: list[int]) -> None:
-        """Add the n-grams that have been followed by a token since the last call."""
         stop = len(token_ids)
         for n, table in self._tables.items():
             for follows in range(max(n, self._num_tokens), stop):

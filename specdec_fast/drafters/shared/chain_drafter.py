@@ -19,30 +19,28 @@ from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.shared.queued_features import tokens_after
-from specdec_fast.drafters.shared.tapped import TappedDrafter
-from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.drafters.shared.tapped import LearnedModel, TappedDrafter
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.drafting import draft_chains, first_tokens, laid_out_loop
+from specdec_fast.runner.drafting import draft_on_pages, first_tokens, laid_out_loop
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.chains import ChainGraphs
 from specdec_fast.runner.graphs.graphs import described
-from specdec_fast.runner.graphs.sides import ChainParts
+from specdec_fast.runner.graphs.phases import ChainParts
 
 
 class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
-    A subclass computes rows (``_forward``) and chooses tokens (``_next_tokens``), both without waiting for the device.
-    On a GPU the whole step is one graph if some sequence gets K tokens and none has a repetition penalty.
+    A subclass computes rows (``_forward``), without waiting for the device. On a GPU the whole step is one graph if
+    some sequence gets K tokens and none has a repetition penalty.
 
     Attributes:
         graphs: of its steps; None on a device without graphs.
-
     """
 
-    def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
-        super().__init__(layout, context)
+    def __init__(self, model: LearnedModel, context: DrafterContext, target_ids: Tensor | None = None) -> None:
+        super().__init__(model, context, target_ids)
         config = context.config
         capture = capture_for(context.device)
         most = config.most_draft_tokens
@@ -51,8 +49,7 @@ class ChainDrafter(TappedDrafter):
         self.graphs = None if capture is None or config.enforce_eager else ChainGraphs(capture, limits)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one; destroy the graphs if weights have moved."""
-        if self.graphs is not None:
+        if self.graphs is not None:  # a graph reads weights where they were
             addresses = [weight.data_ptr() for weight in self.weights()]
             if addresses != self._addresses:
                 self.graphs.clear()
@@ -60,11 +57,10 @@ class ChainDrafter(TappedDrafter):
         super().prepare(num_tokens, page_size)
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Time proposals; on a device with graphs, which the first steps record, steps are measured as they come."""
+        # The first steps record the graphs; steps are measured as they come.
         return None if self.graphs is not None else super().forward_seconds(row_counts)
 
     def describe(self) -> dict[str, Any]:
-        """Return whether graphs draft its chains."""
         return described(self.graphs)
 
     @abstractmethod
@@ -78,27 +74,16 @@ class ChainDrafter(TappedDrafter):
 
         Returns:
             Logits ``[R, ids]``, and what the next row takes, ``[T, H]``.
-
-        """
-
-    @abstractmethod
-    def _next_tokens(
-        self, logits: Tensor, fed: Tensor, sampling: Sampling | None, one_each: Tensor | None = None
-    ) -> Tensor:
-        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose its own.
-
-        ``one_each`` is that of ``chosen_tokens``.
         """
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Draft chains: one forward over the rows with new features, then one row per sequence and further token."""
         limits = [limit if self._is_complete(s) else 0 for s, limit in zip(sequences, limits, strict=True)]
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
         most = max(self._most_rows, sum(drafting.values()) + len(drafting))
-        if sum(map(self._num_queued, drafting)) > most:
+        if sum(map(self.num_queued, drafting)) > most:
             self._catch_up(list(drafting))
         return Draft(self._chains(drafting), limits)
 
@@ -113,7 +98,7 @@ class ChainDrafter(TappedDrafter):
             return first_tokens(of_graph, counts)
         tokens = to_device(tokens_after(queued), self._device)
         hidden = self._projected(features)
-        return draft_chains(self._pool(), queued, tokens, hidden, counts, self._forward, self._next_tokens)
+        return draft_on_pages(self._pool(), queued, tokens, hidden, counts, self._forward, self._next_tokens)
 
     def _by_graph(self, queued: list[Rows], features: Tensor, counts: list[int]) -> Tensor | None:
         """Return the tokens ``[B, K]`` that one graph chooses; None if there is none for these sequences.
@@ -131,8 +116,8 @@ class ChainDrafter(TappedDrafter):
             assert inputs is not None
             return self._forward(batch, inputs, wanted)
 
-        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
-            return self._next_tokens(logits, fed, sampling, one_each)
+        def choose(logits: Tensor, sampling: Sampling | None, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return self._next_tokens(logits, token_ids, sampling, cu_seqlens)
 
         parts = ChainParts(self._projected, forward, choose)
         return self.graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +14,24 @@ from specdec_fast.models.hidden_states import default_taps
 
 @dataclass(frozen=True)
 class DrafterSize:
-    """The sizes of a drafter; None takes the target's, the heads' in proportion to ``hidden_size``.
+    """The sizes of a drafter; None takes the target's, the heads' in proportion to ``hidden_size``."""
 
-    Attributes:
-        hidden_size: width of its layer.
-        ffn_size: inner width of its MLP; None: in proportion to ``hidden_size``.
-        tap_layers: see ``Drafter.taps``; None: the default ones of EAGLE-3.
-        draft_vocab_size: number of ids that it can propose, those that are most frequent in the texts.
+    hidden_size: int | None = None  # width of its layer
+    ffn_size: int | None = None  # inner width of its MLP; None: in proportion to hidden_size
+    tap_layers: tuple[int, ...] | None = None  # see Drafter.taps; None: the default ones of EAGLE-3
+    draft_vocab_size: int | None = None  # number of ids that it can propose, the most frequent ones of the texts
 
-    """
-
-    hidden_size: int | None = None
-    ffn_size: int | None = None
-    tap_layers: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
+    def feature_size(self, target: PreTrainedModel) -> int:
+        """Return the width of a row's taps, concatenated."""
+        config = target.config.get_text_config(decoder=True)
+        size: int = len(self.taps(config.num_hidden_layers)) * config.hidden_size
+        return size
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         """Return the taps for a target of ``num_layers`` layers.
 
         Raises:
             ConfigError: a tap is none of its layers but the last, or comes twice; or there are no default ones.
-
         """
         taps = self.tap_layers or default_taps(num_layers)
         if len(set(taps)) < len(taps) or not all(0 <= tap < num_layers for tap in taps):
@@ -64,13 +60,29 @@ def copy_ends(
         lm_head.weight.copy_(output if draft_ids is None else output[draft_ids.cpu()])
 
 
-def layer_config(config: Any, size: DrafterSize, num_layers: int = 1) -> LlamaConfig:
+def output_weight(target: PreTrainedModel) -> Tensor:
+    """Return the weights ``[vocab_size, H]`` of the target's output layer, in fp32.
+
+    Raises:
+        ConfigError: it is not one matrix without a bias.
+    """
+    layer = target.get_output_embeddings()
+    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+        bias = " with a bias" if getattr(layer, "bias", None) is not None else ""
+        raise ConfigError(
+            f"the output layer of {type(target).__name__} is a {type(layer).__name__}{bias}; a new drafter of this "
+            "kind shares or begins as a linear layer without a bias."
+        )
+    return layer.weight.detach().float()
+
+
+def layer_config(target: PreTrainedModel, size: DrafterSize, num_layers: int = 1) -> LlamaConfig:
     """Return the sizes of a drafter's layers, in proportion to the target's where ``size`` names none.
 
     Raises:
         ConfigError: the sizes do not go together.
-
     """
+    config = target.config.get_text_config(decoder=True)
     hidden = size.hidden_size or config.hidden_size
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads

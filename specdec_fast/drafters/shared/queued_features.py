@@ -22,10 +22,7 @@ class KeptRows:
 class KeptStates:
     """The hidden states ``[T, taps, H]`` of one forward, which several sequences share without a copy.
 
-    Args:
-        hidden_states: what is kept.
-        total: counts its rows, those for which nobody waits among them, as long as a sequence waits for one.
-
+    ``total`` counts its rows, those for which no sequence waits among them, as long as a sequence waits for one.
     """
 
     __slots__ = ("_num_spans", "_total", "hidden_states")
@@ -50,18 +47,12 @@ class KeptStates:
 
 @dataclass
 class QueuedFeatures:
-    """What the drafter knows of one admitted sequence.
+    """What the drafter knows of one admitted sequence."""
 
-    Attributes:
-        kv_length: number of rows whose KV entries were made of true features.
-        queued: of the positions behind them: hidden states, first row and end of each span, in order.
-        num_queued: number of these positions.
-
-    """
-
-    kv_length: int = 0
+    kv_length: int = 0  # number of rows whose KV entries were made of true features
+    # of the positions behind them: hidden states, first row and end of each span, in order
     queued: list[tuple[KeptStates, int, int]] = field(default_factory=list)
-    num_queued: int = 0
+    num_queued: int = 0  # number of these positions
 
     def add(self, kept: KeptStates, rows: Many[int]) -> None:
         """Queue rows of a forward for the next positions."""
@@ -118,7 +109,7 @@ def _spans(rows: Many[int]) -> Iterator[tuple[int, int]]:
 
 
 def tokens_after(rows: list[Rows]) -> list[int]:
-    """Return the token that each row takes: that of the position behind its own."""
+    """Return the token that each row takes: that of the position behind the row."""
     return [token for s, start, count in rows for token in s.token_ids[start + 1 : start + count + 1]]  # type: ignore[attr-defined]
 
 

@@ -26,7 +26,6 @@ class RankedTokens(NamedTuple):
         token_ids: ``[N, num_ranks]``, the likeliest first; different ones, but for those of log-probability -inf.
         log_probs: ``[N, num_ranks]``, estimates that the token is the target's if all before it are. Minus infinity or
             NaN where there is no such token: of rows whose logits have a NaN or infinity, of all ranks.
-
     """
 
     token_ids: list[list[int]]
@@ -49,7 +48,6 @@ class TokenRanker:
         ops: of the target.
         vocab_size: the target's.
         target_ids: ``[draft_vocab_size]`` int64, the target's id of each of the drafter's; None if they are the same.
-
     """
 
     def __init__(self, ops: Ops, vocab_size: int, target_ids: Tensor | None = None) -> None:
@@ -58,18 +56,17 @@ class TokenRanker:
         self._target_ids = target_ids
 
     def __call__(
-        self, logits: Tensor, sequences: list[Sequence], fed: list[int], ahead: int, num_ranks: int
+        self, logits: Tensor, sequences: list[Sequence], previous: list[int], ahead: int, num_ranks: int
     ) -> RankedTokens:
         """Rank the next tokens of ``N`` rows, and wait for the result.
 
         Args:
             logits: ``[N, draft_vocab_size]``.
             sequences: of each row; a sequence may have several rows.
-            fed: the token behind which each row chooses. A repetition penalty does not see the others that this step
-                has drafted: it costs acceptance, no token.
+            previous: the token behind which each row chooses. A repetition penalty does not see the others that this
+                step has drafted: it costs acceptance, no token.
             ahead: number of tokens drafted before, on the path of each row.
             num_ranks: at least 1; fewer are returned if the drafter has fewer ids.
-
         """
         num_ranks = min(num_ranks, logits.shape[1])
         sampling = sampling_of(sequences, logits.device, ahead)
@@ -79,8 +76,8 @@ class TokenRanker:
             return RankedTokens(ids.tolist(), found.values.tolist())
         has_ranks = (logits < float("inf")).all(dim=-1, keepdim=True)  # neither NaN nor infinity
         total = (torch.nan_to_num(logits).double() / GREEDY_TEMPERATURE).logsumexp(dim=-1, keepdim=True)
-        own_ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
-        ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, to_device(fed, logits.device), own_ids)
+        draft_ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
+        ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, to_device(previous, logits.device), draft_ids)
         temperatures = sampling.temperatures[:, None]
         noise = gumbel((self._ops.unchecked or self._ops).noise_words(ids, sampling.seeds, sampling.positions))
         drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
@@ -94,8 +91,8 @@ def drawn_ranks(
     logits: Tensor,
     num_ranks: int,
     sampling: Sampling,
-    fed: Tensor | None,
-    own_ids: tuple[Tensor, int] | None = None,
+    previous: Tensor | None,
+    draft_ids: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rank each row's tokens by the rule and with the noise by which the target will choose its own.
 
@@ -107,22 +104,21 @@ def drawn_ranks(
         logits: ``[N, draft_vocab_size]``.
         num_ranks: number of tokens.
         sampling: how each row's token is chosen.
-        fed: ``[N]`` int64, the token in front; a repetition penalty counts it, but no other token of this step's draft:
-            that costs acceptance, no token. None is allowed if there are no penalties.
-        own_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id, and the number of the target's ids;
+        previous: ``[N]`` int64, the token in front; a repetition penalty counts it, but no other token of this step's
+            draft: that costs acceptance, no token. None is allowed if there are no penalties.
+        draft_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id, and the number of the target's ids;
             None if they are the same.
 
     Returns:
         Ids of the target ``[N, num_ranks]`` int64, and their logits in fp64, minus infinity where no token was left.
-
     """
     logits = torch.nan_to_num(logits)  # a copy; with a NaN, a row would get the same id for each rank
-    if own_ids is not None:
-        logits = widened(logits, *own_ids)
+    if draft_ids is not None:
+        logits = widened(logits, *draft_ids)
     ids = []
     values = []
     for _ in range(num_ranks):
-        ids.append(chosen_tokens(ops, logits, logits.shape[1], sampling, fed))
+        ids.append(chosen_tokens(ops, logits, logits.shape[1], sampling, previous))
         values.append(logits.gather(1, ids[-1][:, None]))
         logits.scatter_(1, ids[-1][:, None], float("-inf"))
     return torch.stack(ids, dim=1), torch.cat(values, dim=1).double()

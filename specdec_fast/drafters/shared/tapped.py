@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from functools import partial
 from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.drafters.base import DrafterContext, StepResult
-from specdec_fast.drafters.shared.pooled import PooledDrafter
-from specdec_fast.drafters.shared.queued_features import KeptRows, KeptStates, QueuedFeatures, portions
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.device_copy import to_device
+from specdec_fast.drafters.base import DrafterContext, PooledDrafter, StepResult
+from specdec_fast.drafters.shared.queued_features import (
+    KeptRows,
+    KeptStates,
+    QueuedFeatures,
+    portions,
+    tokens_after,
+)
+from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.drafting import chosen_tokens
 from specdec_fast.runner.profiling import PROPOSAL_LENGTHS, REPEATS, proposal_seconds
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.sampling_params import SamplingParams
@@ -24,29 +35,43 @@ MOST_QUEUED = 64
 MOST_QUEUED_BYTES = 512 << 10
 
 
+class LearnedModel(Protocol):
+    """What a model of a drafter has, whatever its layers are."""
+
+    layout: KVLayout  # shapes of its KV entries
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return all tensors that it keeps; some may be the target's."""
+
+
 class TappedDrafter(PooledDrafter):
     """Keeps the hidden states of every committed position, and computes rows of their features when it drafts.
 
     A step only notes where its hidden states are: on a small target, a few calls of PyTorch take as long as a step. If
     too many rows are kept, they are computed.
 
-    A subclass says how hidden states become features (``_projected``) and how rows of them are computed
-    (``_compute``), and drafts.
+    A subclass computes rows of features (``_compute``), and drafts. It says how hidden states become features
+    (``_projected``), if they are not the feature of its only tap.
 
     Args:
-        layout: shapes of its KV entries.
+        model: computes rows.
         context: the target, its device, and the settings. ``max_prefill_tokens`` bounds its forwards over queued
             features; if it is None, ``MAX_PREFILL_ROWS`` does.
+        target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id; None if they are the same.
 
     Attributes:
         keeps_last: whether a proposal starts from the last feature, which is then not computed before.
-
     """
 
     keeps_last = True
+    model: Any
 
-    def __init__(self, layout: KVLayout, context: DrafterContext) -> None:
-        super().__init__(layout)
+    def __init__(self, model: LearnedModel, context: DrafterContext, target_ids: Tensor | None = None) -> None:
+        super().__init__(model.layout)
+        self.model = model
+        self._ops = context.target.ops
+        self._vocab_size = context.target.vocab_size
+        self._target_ids = target_ids
         self._device = context.device
         self._page_size = context.config.page_size
         self._target_size: int = context.target.hf.config.hidden_size
@@ -56,7 +81,7 @@ class TappedDrafter(PooledDrafter):
 
     @torch.inference_mode()
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        """Time proposals of chains; those of trees, whose levels have more rows, are measured as they come."""
+        # The levels of a tree have more rows than a chain: steps are measured as they come.
         if self.max_nodes:
             return None
         long = max(PROPOSAL_LENGTHS)
@@ -85,50 +110,59 @@ class TappedDrafter(PooledDrafter):
             self.release(sequence)
         return seconds
 
-    @abstractmethod
     def _projected(self, hidden_states: Tensor) -> Tensor:
         """Return features ``[T, H]`` of hidden states ``[T, taps, target's hidden size]``."""
+        return hidden_states[:, 0].to(self._kv_layout.dtype)
 
     @abstractmethod
     def _compute(self, rows: list[Rows]) -> object:
         """Take the queued features of these rows (``_taken``), and write their KV entries."""
 
     @property
-    def estimates_memory(self) -> bool:
-        """PyTorch projects the features, and runs the forwards if no program does."""
+    def num_admitted(self) -> int:
+        """The number of admitted sequences."""
+        return len(self._states)
+
+    @property
+    def num_kept_rows(self) -> int:
+        """The number of rows of hidden states in memory: of each forward all rows, while one of them waits."""
+        return self._kept.num_rows
+
+    def weights(self) -> Iterable[Tensor]:
+        weights: Iterable[Tensor] = self.model.weights()
+        return weights
+
+    @property
+    def estimates_memory(self) -> bool:  # PyTorch projects the features, and runs the forwards if no program does
         return True
 
     def limit_prefill(self, max_prefill_tokens: int | None) -> None:
-        """Bound its forwards over queued features, as ``step_bytes`` counts them."""
         self._most_rows = min(max_prefill_tokens or MAX_PREFILL_ROWS, MAX_PREFILL_ROWS)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
-        """Allocate the pool, or keep the present one; forget what an interrupted run left."""
         self._states.clear()
         self._kept = KeptRows()
         super().prepare(num_tokens, page_size)
 
     def admit(self, sequences: list[Sequence]) -> None:
-        """Admit sequences; their features follow."""
         for sequence in sequences:
             self._pool().add(sequence)
             self._states[sequence] = QueuedFeatures()
 
     @torch.inference_mode()
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
-        """Keep a copy of the hidden states of prompts; if they are too many, compute their rows instead."""
+        # A later forward may overwrite the features: they are copied, or their rows are computed if too many wait.
         is_kept = self._kept.num_rows + len(features) <= self._most_kept(features)
         kept = KeptStates(features.clone() if is_kept else features, self._kept)
         end = 0
-        for sequence, own in zip(sequences, positions, strict=True):
-            self._states[sequence].add(kept, range(end, end + len(own)))
-            end += len(own)
+        for sequence, computed in zip(sequences, positions, strict=True):
+            self._states[sequence].add(kept, range(end, end + len(computed)))
+            end += len(computed)
         if not is_kept:
             self._catch_up(sequences)
 
     @torch.inference_mode()
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
-        """Keep the hidden states of committed tokens; if too many are kept, compute the rows of these sequences."""
         if not sequences or result.hidden_states is None:
             return
         kept = KeptStates(result.hidden_states, self._kept)
@@ -138,13 +172,18 @@ class TappedDrafter(PooledDrafter):
             self._catch_up(sequences)
 
     def release(self, sequence: Sequence) -> None:
-        """Return the sequence's pages, and forget its features."""
         if (state := self._states.pop(sequence, None)) is not None:
             state.clear()
             self._pool().free(sequence)
 
+    def _next_tokens(
+        self, logits: Tensor, token_ids: Tensor, sampling: Sampling | None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose."""
+        ids = self._target_ids
+        return chosen_tokens(self._ops, logits, self._vocab_size, sampling, token_ids, cu_seqlens, ids)
+
     def _most_kept(self, hidden_states: Tensor) -> int:
-        """Return how many rows of hidden states may be kept for the admitted sequences."""
         return len(self._states) * _most_queued(hidden_states.nbytes // len(hidden_states))
 
     def _kept_bytes(self, num_sequences: int, num_rows: int) -> int:
@@ -156,16 +195,20 @@ class TappedDrafter(PooledDrafter):
         """Return whether the features of all positions but the newest are known, and there is one to start from."""
         if (state := self._states.get(sequence)) is None:
             return False
-        num_queued = self._num_queued(sequence)
+        num_queued = self.num_queued(sequence)
         return num_queued >= self.keeps_last and state.kv_length + num_queued == sequence.length - 1
 
-    def _num_queued(self, sequence: Sequence) -> int:
-        """Return the number of features whose rows are not computed yet."""
+    def num_queued(self, sequence: Sequence) -> int:
+        """Return the number of features of a sequence whose rows are not computed yet."""
         return self._states[sequence].num_queued
+
+    def _queued_batch(self, rows: list[Rows]) -> tuple[RaggedBatch, Tensor]:
+        """Return a forward over rows of queued features, and these features ``[T, H]``, which it removes."""
+        return lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device)), self._taken(rows)
 
     def _queued_rows(self, sequences: list[Sequence], but_last: bool = False) -> list[Rows]:
         """Return the rows of all queued features of each sequence, or of all but the last."""
-        return [Rows(s, self._states[s].kv_length, self._num_queued(s) - but_last) for s in sequences]
+        return [Rows(s, self._states[s].kv_length, self.num_queued(s) - but_last) for s in sequences]
 
     def _pieces(self, rows: list[Rows]) -> list[Tensor]:
         """Remove and return the hidden states of the first queued features of some sequences."""
@@ -183,7 +226,7 @@ class TappedDrafter(PooledDrafter):
     def _catch_up(self, sequences: list[Sequence]) -> None:
         """Compute the rows of queued features, but for the last of each sequence if a proposal starts from it."""
         rows = self._queued_rows(sequences, but_last=self.keeps_last)
-        for some in portions([own for own in rows if own.count > 0], self._most_rows):
+        for some in portions([span for span in rows if span.count > 0], self._most_rows):
             self._compute(some)
         for sequence in sequences:
             self._states[sequence].copy_rest(self._kept)

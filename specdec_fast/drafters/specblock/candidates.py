@@ -25,7 +25,6 @@ class Candidates:
     Args:
         model: computes logits and classes.
         device: the target's.
-
     """
 
     def __init__(self, model: SpecBlockModel, device: torch.device) -> None:
@@ -33,7 +32,7 @@ class Candidates:
         self._device = device
 
     def of(
-        self, hidden: Tensor, logits: Tensor, owners: list[Sequence], depths: list[int], fed: list[int]
+        self, hidden: Tensor, logits: Tensor, owners: list[Sequence], depths: list[int], previous: list[int]
     ) -> list[list[Slot]]:
         """Return what each slot of blocks drafts.
 
@@ -42,40 +41,38 @@ class Candidates:
             logits: ``[K * N, draft_vocab_size]``.
             owners: of each block.
             depths: of the node that each block follows; 0 for the last committed token.
-            fed: the token of that node.
-
+            previous: the token of that node.
         """
         k = self._model.num_slots
         ids, log_probs, classes = self._model.ranked(hidden.flatten(0, 1), logits)
         ids = ids[:, :BEAM]
         log_probs = log_probs[:, :BEAM]
         ids = ids if self._model.target_ids is None else self._model.target_ids[ids]
-        found = [Slot(*own) for own in zip(ids.tolist(), log_probs.tolist(), classes.tolist(), strict=True)]
+        slots = [Slot(*of_slot) for of_slot in zip(ids.tolist(), log_probs.tolist(), classes.tolist(), strict=True)]
         sampled = [n for n, owner in enumerate(owners) if owner.samples]
         if sampled:
-            rows = [(owners[n], depths[n] + slot, fed[n]) for n in sampled for slot in range(k)]
+            rows = [(owners[n], depths[n] + slot, previous[n]) for n in sampled for slot in range(k)]
             places = [k * n + slot for n in sampled for slot in range(k)]
             for place, tokens in zip(places, self._drawn(logits[to_device(places, self._device)], rows), strict=True):
-                found[place] = Slot(tokens, _SAMPLED_LOG_PROBS, found[place].rank_class)
-        return [found[start : start + k] for start in range(0, len(found), k)]
+                slots[place] = Slot(tokens, _SAMPLED_LOG_PROBS, slots[place].rank_class)
+        return [slots[start : start + k] for start in range(0, len(slots), k)]
 
     def _drawn(self, logits: Tensor, rows: list[tuple[Sequence, int, int]]) -> list[list[int]]:
         """Rank tokens by the rule and with the noise by which the target will choose its own.
 
         Args:
             logits: ``[N, draft_vocab_size]``.
-            rows: of each, the sequence, how many positions after its next token, and the token that was fed.
+            rows: of each, the sequence, how many positions after its next token, and the token before it.
 
         Returns:
             The first tokens of each row, different ones.
-
         """
         sampling = sampling_of([s for s, _, _ in rows], self._device)
         assert sampling is not None
         ahead = to_device([a for _, a, _ in rows], self._device)
-        fed = to_device([t for _, _, t in rows], self._device)
+        previous = to_device([t for _, _, t in rows], self._device)
         sampling = replace(sampling, positions=sampling.positions + ahead)
         ids = self._model.target_ids
-        own_ids = None if ids is None else (ids, self._model.vocab_size)
-        found, _ = drawn_ranks(self._model.ops, logits, len(_SAMPLED_LOG_PROBS), sampling, fed, own_ids)
-        return found.tolist()
+        draft_ids = None if ids is None else (ids, self._model.vocab_size)
+        ranked, _ = drawn_ranks(self._model.ops, logits, len(_SAMPLED_LOG_PROBS), sampling, previous, draft_ids)
+        return ranked.tolist()

@@ -5,35 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from specdec_fast.drafters.shared.checkpoint.settings import MOST_PARTS, LayerConfig, Settings
 from specdec_fast.drafters.shared.checkpoint.weights import WeightTable
 from specdec_fast.errors import ConfigError
-from specdec_fast.speculation_length.choice_tree import MOST_NODES
+from specdec_fast.trees.static import MOST_NODES
 
 _KIND = "a SpecBlock drafter"
 _SLOTS = "diffspec_draft_token_num"  # the name that published configurations have
 NUM_CLASSES = 4  # of the rank head
 NUM_FEATURES = 20  # ids whose logits it reads
 RANK_FEATURES = 15  # beside the hidden state: ten log-probabilities, three gaps, the top probability, the entropy
-_RANK_HIDDEN = 256
+RANK_HIDDEN = 256
 _DEFAULT_SLOTS = 4
 _DEFAULT_NODES = 16
 
 
 @dataclass(frozen=True)
 class SpecBlockConfig(LayerConfig):
-    """What ``config.json`` says of a drafter; layers, vocabulary and taps as for EAGLE-3.
+    """What ``config.json`` says of a drafter; layers, vocabulary and taps as for EAGLE-3."""
 
-    Attributes:
-        num_slots: number of tokens that a block drafts.
-        tree_nodes: the largest number of nodes of a tree.
-
-    """
-
-    num_slots: int
-    tree_nodes: int
+    num_slots: int  # number of tokens that a block drafts
+    tree_nodes: int  # the largest number of nodes of a tree
 
 
 def is_specblock(folder: Path) -> bool:
@@ -41,7 +33,6 @@ def is_specblock(folder: Path) -> bool:
 
     Raises:
         ConfigError: ``architectures`` is no list of names.
-
     """
     settings = Settings.read_if_any(folder)
     return settings.is_named("specblock") or _SLOTS in settings
@@ -52,7 +43,6 @@ def read_config(folder: Path) -> SpecBlockConfig:
 
     Raises:
         ConfigError: there is none, or it has settings that are not served.
-
     """
     settings = Settings.read(folder, _KIND)
     layer = settings.layer(num_layers=2)
@@ -74,20 +64,9 @@ def read_config(folder: Path) -> SpecBlockConfig:
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=settings.positive_integer("target_hidden_size", layer.hidden_size),
         tap_layers=settings.layer_ids("tap_layers"),
-        verifiers=(),
         num_slots=settings.positive_integer(_SLOTS, _DEFAULT_SLOTS, MOST_PARTS),
         tree_nodes=tree_nodes,
     )
-
-
-def check_weights(config: SpecBlockConfig, num_taps: int, weights: dict[str, Tensor]) -> None:
-    """Check names and shapes.
-
-    Raises:
-        ConfigError: a weight is missing, has another shape, or belongs to something that is not served.
-
-    """
-    weight_table(config, num_taps).check(config.folder, weights)
 
 
 def weight_table(config: SpecBlockConfig, num_taps: int) -> WeightTable:
@@ -96,7 +75,6 @@ def weight_table(config: SpecBlockConfig, num_taps: int) -> WeightTable:
     hidden = layer.hidden_size
     table = WeightTable("SpecBlock")
     table.needed = {
-        "input_layer.condition_proj.weight": (hidden, num_taps * config.target_hidden_size),
         "input_layer.condition_norm.weight": (hidden,),
         "input_layer.token_norm.weight": (hidden,),
         "input_layer.position_queries.weight": (config.num_slots, hidden),
@@ -104,11 +82,11 @@ def weight_table(config: SpecBlockConfig, num_taps: int) -> WeightTable:
         "input_layer.fuse.weight": (hidden, 3 * hidden),
         "norm.weight": (hidden,),
         "lm_head.weight": (config.draft_vocab_size, hidden),
-        "rank_head.0.weight": (_RANK_HIDDEN, hidden + RANK_FEATURES),
-        "rank_head.2.weight": (NUM_CLASSES, _RANK_HIDDEN),
+        "rank_head.0.weight": (RANK_HIDDEN, hidden + RANK_FEATURES),
+        "rank_head.2.weight": (NUM_CLASSES, RANK_HIDDEN),
     }
     table.optional = {"input_layer.embed_tokens.weight": (layer.vocab_size, hidden)}
-    table.hints["input_layer.condition_proj.weight"] = f"{num_taps} taps of {config.target_hidden_size}"
+    table.add_taps("input_layer.condition_proj.weight", num_taps, config)
     table.add_id_maps(config)
     for i in range(layer.num_hidden_layers):
         table.add_layer(layer, i, hidden, is_plain=True)

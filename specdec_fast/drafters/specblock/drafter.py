@@ -5,14 +5,13 @@ has features of positions 0 to n - 2, so the block of position n - 2 drafts the 
 trees are wanted, one block each follows the best nodes of that tree in a second call, for all sequences at once.
 
 A position has K KV entries, one per slot. Slot k of position i stands at place ``K * i + k`` of the sequence's pages,
-so "all slots of earlier positions, and the own ones so far" is what a chain sees. The second call computes the last
-true block again, as the root of a tree whose branches are the new blocks: a block that follows a token of slot k sees
-slots 0 to k of it.
+so a chain sees all slots of earlier positions, and those of its block so far. The second call computes the last true
+block again, as the root of a tree whose branches are the new blocks: a block that follows a token of slot k sees slots
+0 to k of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,38 +20,35 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.drafters.specblock.candidates import Candidates
-from specdec_fast.drafters.specblock.checkpoint import check_weights
+from specdec_fast.drafters.specblock.checkpoint import weight_table
 from specdec_fast.drafters.specblock.model import SpecBlockModel, load_specblock
 from specdec_fast.drafters.specblock.rows import BlockRows
-from specdec_fast.drafters.specblock.tree import BEAM, ROOT, BlockTree, Node
+from specdec_fast.drafters.specblock.tree import BEAM, BlockTree
 from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
+from specdec_fast.trees.parents import ROOT
+from specdec_fast.trees.rows import rows_of_trees
 
 
 class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     """Proposes a tree of what blocks over the target's hidden states predict, or a chain.
 
     For a request that samples, candidates are ranked by the target's own rule, with the noise with which the target
-    will choose the token of that position; see ``MedusaDrafter``.
-
-    Args:
-        context: the target, the settings (``tap_layers``, ``draft_tree``) and the device.
-        folder: the checkpoint; see ``checkpoint.py``.
+    will choose the token of that position; see ``HeadsDrafter``.
 
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
         NotYetSupportedError: ``draft_tree`` is a number of nodes, and the target verifies chains only.
-
     """
 
     settings = ("tap_layers", "draft_tree")
+    model: SpecBlockModel
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
@@ -64,48 +60,42 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
                 "or None."
             )
         with torch.inference_mode():
-            self.model: SpecBlockModel = load_specblock(Path(folder), context.target, context.config.tap_layers)
-        self.taps = self.model.taps
-        self._num_slots = self.model.num_slots
-        super().__init__(self.model.layout, context)
+            model = load_specblock(Path(folder), context.target, context.config.tap_layers)
+        self.taps = model.taps
+        self._num_slots = model.num_slots
+        super().__init__(model, context)
         if isinstance(wanted, int):
             context.target.expect_trees()
         self._is_chain = wanted == "chain" or context.target.why_no_trees() is not None
         # The second call is a forward over a tree, whatever is drafted, so it needs attention that serves trees.
         self._most_depth = None if context.target.ops.has_trees("paged_attention") else self._num_slots
-        num_nodes = wanted if isinstance(wanted, int) else self.model.config.tree_nodes
+        num_nodes = wanted if isinstance(wanted, int) else model.config.tree_nodes
         self.max_nodes = 0 if self._is_chain else num_nodes
-        self._candidates = Candidates(self.model, self._device)
-        self.rows = BlockRows(self.model, context.config.page_size, context.config.enforce_eager)
+        self._candidates = Candidates(model, self._device)
+        self.rows = BlockRows(model, context.config.page_size, context.config.enforce_eager)
 
     def replace_weights(self, weights: dict[str, Tensor]) -> None:
         """Take other weights, of the same shapes. They change drafts, and no output.
 
-        Args:
-            weights: with the names of checkpoints, all of them.
-
         Raises:
-            ConfigError: a weight is missing or has another shape.
+            ConfigError: a weight is missing or has another shape; all are needed, with the names of checkpoints.
             DrafterError: a sequence is admitted; its KV entries are of the present weights.
-
         """
-        if self._states:
+        if self.num_admitted:
             raise DrafterError(
-                f"{len(self._states)} sequences are admitted; replace the weights when no call of the engine is open."
+                f"{self.num_admitted} sequences are admitted; replace the weights when no call of the engine is open."
             )
         config = self.model.config
         taps = self.model.taps
-        check_weights(config, len(taps), weights)
+        weight_table(config, len(taps)).check(config.folder, weights)
         with torch.inference_mode():
-            self.model.assign(SpecBlockModel(config, taps, weights, self._target))
+            self.model.assign(SpecBlockModel(config, weights, self._target, taps))
 
     @property
     def name(self) -> str:
-        """The kind and the checkpoint."""
         return f"specblock:{self._folder}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the taps, the tokens of a block, the tree, the number of ids, and whether programs run its layers."""
         return {
             "tap_layers": self.taps,
             "num_slots": self._num_slots,
@@ -115,17 +105,11 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             "why_no_program": self.rows.why_no_program,
         }
 
-    def weights(self) -> Iterable[Tensor]:
-        """Return the checkpoint's weights, and the target's embedding if the checkpoint has none."""
-        return self.model.weights()
-
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of its KV entries of one position, one per slot."""
+    def bytes_per_token(self) -> int:  # a position has an entry per slot
         return self._num_slots * super().bytes_per_token
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Estimate what its forwards need, its logits, and the features that wait."""
         model = self.model
         itemsize = self.model.layout.dtype.itemsize
         # Blocks with logits. Where memory is counted, a tree has as many nodes as a chain, so the second call expands
@@ -149,22 +133,11 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        """Draft in one call for all sequences, and in a second one behind the nodes that these have found."""
         chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
-        counts = [0] * len(sequences)
-        tokens = []
-        parents = []
+        trees = {i: self._new_tree(limits[i], node_limits[i]) for i in chosen}
         if chosen:
-            drafting = [sequences[i] for i in chosen]
-            trees = [self._new_tree(limits[i], node_limits[i]) for i in chosen]
-            self._first_call(drafting, trees)
-            for i, tree in zip(chosen, trees, strict=True):
-                own = tree.nodes()
-                tokens += own[0]
-                parents += own[1]
-                counts[i] = len(own[0])
-        above = torch.tensor(parents, dtype=torch.int32, device="cpu")
-        return Draft(torch.tensor(tokens, dtype=torch.int64, device="cpu"), counts, above)
+            self._first_call([sequences[i] for i in chosen], list(trees.values()))
+        return draft_of_trees([trees[i].nodes() if i in trees else None for i in range(len(sequences))], self._device)
 
     def _new_tree(self, limit: int, node_limit: int) -> BlockTree:
         """Return an empty tree; one that is no deeper than a block is not expanded."""
@@ -175,19 +148,12 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         return self.model.project(hidden_states)
 
     def _compute(self, rows: list[Rows]) -> None:
-        """Compute the blocks of queued features, one each."""
         self._computed(rows, None)
 
     def _computed(self, rows: list[Rows], wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the blocks of ``N`` queued features.
+        """Compute the blocks of ``N`` queued features, and the logits of the slots ``wanted`` (None: no slots).
 
-        Args:
-            rows: positions of the features.
-            wanted: the slots whose logits are wanted; None: no slots.
-
-        Returns:
-            Conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
-
+        Return conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
         """
         conditions = self._taken(rows)
         k = self._num_slots
@@ -196,24 +162,23 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         return conditions, *self.rows(self._pool(), blocks, conditions, bases, tokens_after(rows), wanted)
 
     def _slots_of(self, blocks: list[int]) -> Tensor:
-        """Return the rows of the slots of some blocks of a forward."""
         k = self._num_slots
         return to_device([k * block + slot for block in blocks for slot in range(k)], self._device)
 
     def _first_call(self, drafting: list[Sequence], trees: list[BlockTree]) -> None:
         """Compute the blocks with new features, and draft from the last of each sequence."""
-        if sum(map(self._num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
+        if sum(map(self.num_queued, drafting)) > max(self._most_rows, 2 * len(drafting)):
             self._catch_up(drafting)
         queued = self._queued_rows(drafting)
-        ends = [end - 1 for end in accumulate(own.count for own in queued)]
+        ends = [end - 1 for end in accumulate(span.count for span in queued)]
         conditions, hidden, logits = self._computed(queued, self._slots_of(ends))
         if len(hidden) > len(drafting):
             last = to_device(ends, self._device)
             conditions = conditions[last]
             hidden = hidden[last]
         slots = self._candidates.of(hidden, logits, drafting, [0] * len(drafting), [s.token_ids[-1] for s in drafting])
-        for tree, own in zip(trees, slots, strict=True):
-            tree.add_block(ROOT, own)
+        for tree, block in zip(trees, slots, strict=True):
+            tree.add_block(ROOT, block)
         expanded = [tree.to_expand(BEAM) if tree.max_depth > self._num_slots else [] for tree in trees]
         if any(expanded):
             self._second_call(drafting, trees, expanded, conditions, hidden)
@@ -222,7 +187,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         self,
         drafting: list[Sequence],
         trees: list[BlockTree],
-        expanded: list[list[Node]],
+        expanded: list[list[int]],
         conditions: Tensor,
         hidden: Tensor,
     ) -> None:
@@ -234,7 +199,6 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             expanded: of each, nodes of its first block.
             conditions: ``[B, H]``, those of the last true blocks.
             hidden: ``[B, K, H]``, their results.
-
         """
         k = self._num_slots
         new = []
@@ -248,23 +212,24 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
             if not nodes:
                 continue
             spans.append(Rows(sequence, k * (sequence.length - 2), k * (1 + len(nodes))))
+            tree = trees[i]
             bases += [sequence.length - 2] * (1 + len(nodes))
-            tokens += [sequence.token_ids[-1], *(node.token_id for node in nodes)]
-            sources += [i, *(len(drafting) + k * i + node.depth - 1 for node in nodes)]
+            tokens += [sequence.token_ids[-1], *map(tree.token, nodes)]
+            sources += [i, *(len(drafting) + k * i + tree.depth(node) - 1 for node in nodes)]
             # Node j of a tree is its row j + 1: the last true block is the chain of rows 0 to K - 1.
             parents += range(-1, k - 2)
             for place, node in enumerate(nodes, start=1):
-                parents += [node.depth - 2, *range(k * place - 1, k * place + k - 2)]
+                parents += [tree.depth(node) - 2, *range(k * place - 1, k * place + k - 2)]
                 new.append((i, node, len(bases) - 1 - len(nodes) + place))
         counts = [span.count - 1 for span in spans]
         inputs = states[to_device(sources, self._device)]
         ends = [block for _, _, block in new]
         wanted = self._slots_of(ends)
         above = rows_of_trees(parents, counts)
-        found, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
-        behind = found[to_device(ends, self._device)]
+        results, logits = self.rows(self._pool(), spans, inputs, bases, tokens, wanted, above)
+        behind = results[to_device(ends, self._device)]
         owners = [drafting[i] for i, _, _ in new]
-        depths = [node.depth for _, node, _ in new]
-        slots = self._candidates.of(behind, logits, owners, depths, [node.token_id for _, node, _ in new])
-        for (i, node, _), own in zip(new, slots, strict=True):
-            trees[i].add_block(node.place, own)
+        depths = [trees[i].depth(node) for i, node, _ in new]
+        slots = self._candidates.of(behind, logits, owners, depths, [trees[i].token(node) for i, node, _ in new])
+        for (i, node, _), block in zip(new, slots, strict=True):
+            trees[i].add_block(node, block)

@@ -8,21 +8,18 @@ the slots of the blocks above it down to those that drafted its path, and the sl
 
 from __future__ import annotations
 
-from copy import copy
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
-from transformers.activations import ACT2FN
+from torch.nn.functional import embedding, silu
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.drafters.shared.checkpoint.target import check_target, taps_of, target_embedding
-from specdec_fast.drafters.shared.checkpoint.weights import placed, read_weights, target_ids
-from specdec_fast.drafters.shared.layers import LayerWeights, RotaryTable, rotated
-from specdec_fast.drafters.specblock.checkpoint import NUM_FEATURES, SpecBlockConfig, check_weights, read_config
-from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.drafters.shared.checkpoint.target import fitting_taps, weight_or_targets
+from specdec_fast.drafters.shared.checkpoint.weights import placed
+from specdec_fast.drafters.shared.layers import LayeredModel, LayerWeights, without_prefix
+from specdec_fast.drafters.specblock.checkpoint import NUM_FEATURES, SpecBlockConfig, read_config, weight_table
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.program import RowFunction
@@ -30,24 +27,13 @@ from specdec_fast.runner.ragged_model import RaggedModel
 
 
 def load_specblock(folder: Path, target: RaggedModel, tap_layers: tuple[int, ...] | None = None) -> SpecBlockModel:
-    """Load a checkpoint for one target, onto its device and in its dtype.
+    """Load a checkpoint onto a target's device and in its dtype.
 
-    Args:
-        folder: has ``config.json`` and weights.
-        target: the model whose hidden states it reads; it must not have been made a part of several processes.
-        tap_layers: its taps; None: those that the checkpoint names, or else the default ones of EAGLE-3.
-
-    Raises:
-        ConfigError: the folder cannot be read, or was made for another target; the message names the setting or weight.
-        VocabularyMismatchError: it was made for another vocabulary.
-
+    Raises ``ConfigError`` or ``VocabularyMismatchError`` where the folder cannot be read or does not fit the target.
     """
     config = read_config(folder)
-    check_target(config, target)
-    taps = taps_of(config, target, tap_layers)
-    weights = read_weights(folder)
-    check_weights(config, len(taps), weights)
-    return SpecBlockModel(config, taps, weights, target)
+    taps = fitting_taps(config, target, tap_layers)
+    return SpecBlockModel(config, weight_table(config, len(taps)).read(folder), target, taps)
 
 
 class _Layer(LayerWeights):
@@ -58,93 +44,58 @@ class _Layer(LayerWeights):
         self.shift = weights.get(f"shift_proj.{index - 1}.weight")
 
 
-class SpecBlockModel:
-    """A SpecBlock drafter whose weights are loaded.
+class SpecBlockModel(LayeredModel):
+    """A SpecBlock drafter for one target, which gives the embedding if the checkpoint has none.
 
-    Args:
-        config: its configuration.
-        taps: see ``Drafter.taps``; as many as ``condition_proj`` takes side by side.
-        weights: from ``read_weights``, checked by ``check_weights``.
-        target: gives dtype, device, ops, and the embedding if the checkpoint has none of its own.
-
-    Attributes:
-        num_slots: K.
-        layout: shapes of the KV entries of one slot.
-        target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id; None if they are the same.
-
+    ``num_slots`` is K; ``layout`` has the shapes of the KV entries of one slot.
     """
 
+    config: SpecBlockConfig
+
     def __init__(
-        self, config: SpecBlockConfig, taps: tuple[int, ...], weights: dict[str, Tensor], target: RaggedModel
+        self, config: SpecBlockConfig, weights: dict[str, Tensor], target: RaggedModel, taps: tuple[int, ...]
     ) -> None:
-        self.config = config
-        self.taps = taps
+        super().__init__(config, weights, target, taps)
         self.num_slots = config.num_slots
-        layer = config.layer
-        device = target.layout.device
-        dtype = target.layout.dtype
-        self.ops = target.ops
-        self.vocab_size = target.vocab_size
-        self._ops = target.ops.unchecked or target.ops
-        ids = target_ids(config, weights)
-        self.target_ids = None if ids is None else ids.to(device)
-        own = placed(weights, dtype, device)
-        first = {name.removeprefix("input_layer."): weight for name, weight in own.items() if "input_layer." in name}
-        self._embedding = first.get("embed_tokens.weight")
-        if self._embedding is None:
-            self._embedding = target_embedding(config, target)
+        hidden_size = self.hidden_size
+        weights = placed(weights, self.layout.dtype, self.layout.device)
+        first = without_prefix(weights, "input_layer.")
+        embedding_of_target = target.model.get_input_embeddings()
+        self._embedding = weight_or_targets(config, first, "embed_tokens", embedding_of_target)
         self._project = first["condition_proj.weight"]
         self._condition_norm = first["condition_norm.weight"]
         self._token_norm = first["token_norm.weight"]
-        self._epsilon = layer.rms_norm_eps
-        self.hidden_size = layer.hidden_size
-        self._head_dim = layer.head_dim
-        self._fuse = first["fuse.weight"][:, : 2 * self.hidden_size].contiguous()
+        self._fuse = first["fuse.weight"][:, : 2 * hidden_size].contiguous()
         queries = self._normed(first["position_queries.weight"], first["query_norm.weight"])
-        self._queries = queries @ first["fuse.weight"][:, 2 * self.hidden_size :].T  # the same for all blocks: [K, H]
-        self._layers = [_Layer(own, i, layer.head_dim) for i in range(layer.num_hidden_layers)]
-        self._norm = own["norm.weight"]
-        self._head = own["lm_head.weight"]
-        self._rank_in = _without_gaps(own["rank_head.0.weight"], self.hidden_size)
-        self._rank_out = own["rank_head.2.weight"]
-        self._act = ACT2FN[layer.hidden_act]
-        kv_heads = layer.num_key_value_heads
-        self._heads = (layer.num_attention_heads, kv_heads, kv_heads)
-        self.layout = KVLayout.uniform(layer.num_hidden_layers, kv_heads, layer.head_dim, dtype, device)
-        self._slots = torch.arange(1, self.num_slots + 1, device=device)
-        self._rotary = RotaryTable(layer, dtype, device)
-
-    def weights(self) -> list[Tensor]:
-        """Return all tensors that it keeps; the embedding may be the target's."""
-        return [*self._learnt(), self._rotary.factors]
+        self._queries = queries @ first["fuse.weight"][:, 2 * hidden_size :].T  # the same for all blocks: [K, H]
+        self._layers = [_Layer(weights, i, self._head_dim) for i in range(len(config.sliding_windows))]
+        self._norm = weights["norm.weight"]
+        self._head = weights["lm_head.weight"]
+        self._rank_in = _without_gaps(weights["rank_head.0.weight"], hidden_size)
+        self._rank_out = weights["rank_head.2.weight"]
+        self._slots = torch.arange(1, self.num_slots + 1, device=self.layout.device)
 
     def assign(self, other: SpecBlockModel) -> None:
         """Take the numbers of another checkpoint of the same shapes, in place, so that programs read them."""
-        for own, new in zip(self._learnt(), other._learnt(), strict=True):
-            if own.data_ptr() != new.data_ptr():  # not if it is the target's
-                own.copy_(new)
-
-    def _learnt(self) -> list[Tensor]:
-        values = [*vars(self).values()]
-        values += [tensor for layer in self._layers for tensor in layer.tensors()]
-        return [value for value in values if isinstance(value, Tensor)]
+        for present, new in zip(self.tensors(), other.tensors(), strict=True):
+            if present.data_ptr() != new.data_ptr():  # not if it is the target's
+                present.copy_(new)
 
     @property
-    def row_bytes(self) -> int:
-        """Estimate the bytes per slot of a forward, which PyTorch runs: its widest operands and the residual stream."""
-        return (5 * self.hidden_size + 3 * self.config.layer.intermediate_size) * self.layout.dtype.itemsize
+    def row_bytes(self) -> int:  # of a slot, which takes its query and rotary factors besides
+        return super().row_bytes + self.hidden_size * self.layout.dtype.itemsize
 
     @property
     def ranked_bytes(self) -> int:
         """Estimate the bytes per slot of ``ranked``: the logits and two copies in fp32, and those of the rank head."""
         itemsize = self.layout.dtype.itemsize
-        copies = 5 if itemsize < 4 else 3  # of the logits' own size
+        copies = 5 if itemsize < 4 else 3  # of the logits' size
         of_rank_head = 2 * len(self._rank_in) * itemsize + NUM_FEATURES * (8 + 4 * 4)
         return copies * self.config.draft_vocab_size * itemsize + of_rank_head
 
     def project(self, features: Tensor) -> Tensor:
-        """Reduce the target's hidden states ``[T, taps, its hidden size]`` to one condition per row, ``[T, H]``."""
-        return self._linear(features.to(self.layout.dtype).flatten(1), self._project)
+        """Reduce hidden states ``[T, taps, target's hidden size]`` to one condition per row, ``[T, H]``."""
+        return self._linear(features.to(self.layout.dtype).flatten(1), (self._project, None))
 
     def row_functions(self) -> list[RowFunction]:
         """Return each layer as a function of slots, for programs; the first one joins what blocks are made of as well.
@@ -159,15 +110,11 @@ class SpecBlockModel:
         ]
 
     def factors(self, bases: Tensor, most_slots: int) -> Tensor:
-        """Return cosine and sine of the slots of blocks.
+        """Return cosine and sine of the slots of blocks, ``[K * N, 2 * head_dim]``, block after block.
 
         Args:
             bases: ``[N]`` int64, the position of each block.
             most_slots: number of slots of the longest sequence.
-
-        Returns:
-            ``[K * N, 2 * head_dim]``, block after block.
-
         """
         positions = (bases[:, None] + self._slots).flatten()
         cos, sin = self._rotary.at(positions, most_slots // self.num_slots + self.num_slots + 1)
@@ -176,21 +123,15 @@ class SpecBlockModel:
     def first_inputs(self, conditions: Tensor, factors: Tensor) -> Tensor:
         """Return what the slots of ``N`` blocks take in the first layer, beside the token of their block.
 
-        Args:
-            conditions: ``[N, H]``, from ``project``, or the hidden state of the slot that drafted the block's token.
-            factors: from ``factors``.
-
+        ``conditions [N, H]`` are from ``project``, or the hidden states of the slots that drafted the blocks' tokens.
         """
         queries = self._queries.repeat(len(conditions), 1)
         return torch.cat([conditions.repeat_interleave(self.num_slots, dim=0), queries, factors], dim=1)
 
     def next_inputs(self, hidden: Tensor, factors: Tensor) -> Tensor:
-        """Return what slots take in a further layer: their own result, and that of the slot before (slot 0: its own).
+        """Return what slots take in a further layer: their result, and that of the slot before (slot 0: its result).
 
-        Args:
-            hidden: ``[K * N, H]``, results of the layer before.
-            factors: as in ``first_inputs``.
-
+        ``hidden [K * N, H]`` are the results of the layer before.
         """
         blocks = hidden.view(-1, self.num_slots, self.hidden_size)
         before = torch.cat([blocks[:, :1], blocks[:, :-1]], dim=1).flatten(0, 1)
@@ -206,7 +147,6 @@ class SpecBlockModel:
         Returns:
             The ids of the 20 largest logits ``[N, 20]``, as draft ids, and their log-probabilities in fp32; and the
             likeliest class of each slot ``[N]``: rank 1, 2 to 4, 5 to 10, or beyond.
-
         """
         normed = self._normed(hidden, self._norm)
         top, ids = logits.float().topk(NUM_FEATURES, dim=-1)
@@ -214,63 +154,39 @@ class SpecBlockModel:
         probabilities = among.exp()
         entropy = (probabilities * among).sum(-1, keepdim=True)  # its sign is in the weights
         features = torch.cat([among[:, :10], probabilities[:, :1], entropy], dim=-1).to(normed.dtype)
-        inner = silu(self._linear(torch.cat([normed, features], dim=-1), self._rank_in))
-        classes = self._linear(inner, self._rank_out).argmax(dim=-1)
+        inner = silu(self._linear(torch.cat([normed, features], dim=-1), (self._rank_in, None)))
+        classes = self._linear(inner, (self._rank_out, None)).argmax(dim=-1)
         return ids, top - logits.float().logsumexp(dim=-1, keepdim=True), classes
 
     def _run(
         self, index: int, ops: Ops, pool: PagePool, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Compute a layer for ``T`` slots, and write its KV entries; see ``RowFunction``."""
-        model = self
-        if ops is not self.ops:  # it is recorded
-            model = copy(self)
-            model._ops = ops
-        own, other, factors = inputs.split([self.hidden_size, self.hidden_size, 2 * self._head_dim], dim=1)
-        hidden = model._layer(index, batch, pool, model._joined(index, batch, own, other), factors)
+        model = self.on(ops)
+        states, other, factors = inputs.split([self.hidden_size, self.hidden_size, 2 * self._head_dim], dim=1)
+        cos, sin = (part.unsqueeze(1) for part in factors.split(self._head_dim, dim=1))
+        joined = model._joined(index, batch, states, other)
+        hidden = model._layer(self._layers[index], joined, (cos, sin), pool.layers[index], batch)
         chosen = hidden if wanted is None else hidden[wanted]
         if index + 1 == len(self._layers):
-            chosen = model._linear(model._normed(chosen, self._norm), self._head)
+            chosen = model._linear(model._normed(chosen, self._norm), (self._head, None))
         return chosen, hidden
 
-    def _joined(self, index: int, batch: RaggedBatch, own: Tensor, other: Tensor) -> Tensor:
+    def _joined(self, index: int, batch: RaggedBatch, states: Tensor, other: Tensor) -> Tensor:
         """Return what a layer begins with: condition, token and query together; or a slot mixed with the one before."""
         if index:
             shift = self._layers[index].shift
             assert shift is not None
-            return self._linear(torch.cat([own, other], dim=1), shift)
-        token = self._normed(embedding(batch.token_ids, self._embedding), self._token_norm)  # type: ignore[arg-type]
-        return self._linear(torch.cat([self._normed(own, self._condition_norm), token], dim=1), self._fuse) + other
-
-    def _layer(self, index: int, batch: RaggedBatch, pool: PagePool, hidden: Tensor, factors: Tensor) -> Tensor:
-        layer = self._layers[index]
-        joined = self._linear(self._normed(hidden, layer.input_norm), *layer.qkv)
-        parts = joined.split([heads * self._head_dim for heads in self._heads], dim=1)
-        query, key, value = (part.unflatten(1, (-1, self._head_dim)) for part in parts)
-        turn = [part.unsqueeze(1) for part in factors.split(self._head_dim, dim=1)]
-        pages = pool.layers[index]
-        self._ops.append_kv_(*pages, rotated(key, *turn), value, batch.slot_mapping)
-        attended = self._ops.paged_attention(rotated(query, *turn), pages, batch, layer.attention)
-        hidden = hidden + self._linear(attended.flatten(1), *layer.output)
-        gate, up = self._linear(self._normed(hidden, layer.mlp_norm), *layer.gate_up).chunk(2, dim=-1)
-        return hidden + self._linear(self._act(gate) * up, *layer.down)
-
-    def _linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        result: Tensor = self._ops.linear(rows, weight, bias)
-        return result
-
-    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(rows, weight.shape, weight, self._epsilon)
+            return self._linear(torch.cat([states, other], dim=1), (shift, None))
+        token = self._normed(embedding(batch.token_ids, self._embedding), self._token_norm)
+        pair = torch.cat([self._normed(states, self._condition_norm), token], dim=1)
+        return self._linear(pair, (self._fuse, None)) + other
 
 
 def _without_gaps(weight: Tensor, hidden_size: int) -> Tensor:
-    """Return the first weight of the rank head for inputs without the gaps, and with the negative entropy.
+    """Return the first weight ``[256, H + 12]`` of the rank head for inputs without the gaps, with minus the entropy.
 
     The gap between two logits is that between their log-probabilities, so its weight is added to theirs.
-
-    Returns:
-        ``[256, H + 12]``.
-
     """
     log_probs = weight[:, hidden_size : hidden_size + 10].clone()
     gaps = weight[:, hidden_size + 10 : hidden_size + 13]

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdec_fast.drafters.shared.trainable import MLP, DrafterModule
+from specdec_fast.drafters.shared.trainable import DecoderLayer, DrafterModule
+from specdec_fast.drafters.specblock.checkpoint import NUM_CLASSES, RANK_FEATURES, RANK_HIDDEN
 
-_RANK_FEATURES = 15
-_RANK_HIDDEN = 256
-_NUM_CLASSES = 4
 KeyValues = list[tuple[Tensor, Tensor]]  # per layer, ``[B, heads, rows, head_dim]`` each
 
 
@@ -38,50 +36,11 @@ class _InputLayer(nn.Module):
         return blocks[:, :, None] + self.query_norm(self.position_queries.weight) @ query.T
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(size, config.hidden_size, bias=False)
-
-    def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``[B, heads, rows, head_dim]``, and keys and values repeated to as many heads."""
-        shape = (*rows.shape[:2], -1, self.head_dim)
-        layers = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (layer(rows).view(shape).transpose(1, 2) for layer in layers)
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        return query, key.repeat_interleave(self.groups, dim=1), value.repeat_interleave(self.groups, dim=1)
-
-
-class DecoderLayer(nn.Module):
-    """The modules of one layer."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        epsilon = config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.self_attn = _Attention(config)
-        self.mlp = MLP(config)
-
-
 class SpecBlockModule(DrafterModule):
     """Blocks of K slots over projected features, with the parameter names of checkpoints.
 
-    Args:
-        config: sizes of the drafter; ``vocab_size`` is the target's.
-        feature_size: width of a row's taps side by side.
-        num_slots: K, the number of tokens of a block.
-        draft_vocab_size: number of ids that it can propose.
-        draft_ids: ``[draft_vocab_size]`` int64, those ids; None: all.
-
+    K is ``num_slots``; ``config.vocab_size`` is the target's; ``feature_size`` is the width of a row's taps,
+    concatenated. ``draft_ids [draft_vocab_size]`` int64 are the ids that it can propose; None: all.
     """
 
     _draft_id_of: Tensor
@@ -104,9 +63,9 @@ class SpecBlockModule(DrafterModule):
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
         self.rank_head = nn.Sequential(
-            nn.Linear(hidden + _RANK_FEATURES, _RANK_HIDDEN, bias=False),
+            nn.Linear(hidden + RANK_FEATURES, RANK_HIDDEN, bias=False),
             nn.SiLU(),
-            nn.Linear(_RANK_HIDDEN, _NUM_CLASSES, bias=False),
+            nn.Linear(RANK_HIDDEN, NUM_CLASSES, bias=False),
         )
         self._rotary = LlamaRotaryEmbedding(config)
 
@@ -119,7 +78,6 @@ class SpecBlockModule(DrafterModule):
         return self._draft_id_of[token_ids]
 
     def unroll(self, features: Tensor, token_ids: Tensor, num_steps: int) -> list[Tensor]:
-        """Return the logits of the first ``num_steps`` slots of every position's block; see ``DrafterModule``."""
         hidden, _ = self.true_blocks(features, token_ids)
         count = hidden.shape[1]
         slots = range(min(num_steps, self.num_slots))
@@ -128,13 +86,8 @@ class SpecBlockModule(DrafterModule):
     def true_blocks(self, features: Tensor, token_ids: Tensor) -> tuple[Tensor, KeyValues]:
         """Compute the block of every position that has a token behind it.
 
-        Args:
-            features: ``[B, L, feature_size]``, the target's taps at every position.
-            token_ids: ``[B, L]`` int64.
-
-        Returns:
-            Hidden states ``[B, L - 1, K, H]``; and keys and values of all slots, as ``blocks_behind`` takes them.
-
+        For ``features [B, L, feature_size]`` and ``token_ids [B, L]`` int64, return hidden states ``[B, L - 1, K, H]``,
+        and keys and values of all slots, as ``blocks_behind`` takes them.
         """
         conditions = self.input_layer.condition_proj(features[:, :-1])
         positions = torch.arange(conditions.shape[1], device=token_ids.device)
@@ -143,7 +96,7 @@ class SpecBlockModule(DrafterModule):
     def blocks_behind(
         self, hidden: Tensor, key_values: KeyValues, token_ids: Tensor, positions: Tensor, slot: int
     ) -> Tensor:
-        """Compute blocks that follow the text's own token behind a slot.
+        """Compute blocks that follow the text's token behind a slot.
 
         Args:
             hidden: from ``true_blocks``.
@@ -154,7 +107,6 @@ class SpecBlockModule(DrafterModule):
 
         Returns:
             ``[B, N, K, H]``; slot k drafts the token at ``position + slot + 3 + k``.
-
         """
         seen = self.num_slots * positions + slot + 1  # slots of true blocks that each block sees
         tokens = token_ids[:, positions + slot + 2]
@@ -164,35 +116,37 @@ class SpecBlockModule(DrafterModule):
         self, conditions: Tensor, token_ids: Tensor, positions: Tensor, above: tuple[KeyValues, Tensor] | None
     ) -> tuple[Tensor, KeyValues]:
         slots = torch.arange(1, self.num_slots + 1, device=positions.device)
-        cos, sin = self._rotary(conditions, (positions[:, None] + slots).flatten()[None])
+        factors = self._rotary(conditions, (positions[:, None] + slots).flatten()[None])
         hidden = self.input_layer(conditions, token_ids)
-        found: KeyValues = []
+        key_values: KeyValues = []
         for index, layer in enumerate(self.decoder_layers()):
             if index > 0:
                 before = torch.cat([hidden[:, :, :1], hidden[:, :, :-1]], dim=2)
                 hidden = self.shift_proj[index - 1](torch.cat([hidden, before], dim=-1))
             rows = hidden.flatten(1, 2)
-            query, key, value = layer.self_attn.project(layer.input_layernorm(rows), cos, sin)
-            found.append((key, value))
-            if above is None:  # all slots of earlier positions, and the own ones so far
+            normed = layer.input_layernorm(rows)
+            query = layer.self_attn.queries(normed, factors)
+            key, value = layer.self_attn.entries(normed, factors)
+            key_values.append((key, value))
+            if above is None:  # all slots of earlier positions, and those of its block so far
                 attended = scaled_dot_product_attention(query, key, value, is_causal=True)
             else:
                 attended = self._attended_behind(query, (key, value), above[0][index], above[1])
             rows = rows + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
             rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
             hidden = rows.view_as(hidden)
-        return hidden, found
+        return hidden, key_values
 
     def _attended_behind(
-        self, query: Tensor, own: tuple[Tensor, Tensor], above: tuple[Tensor, Tensor], seen: Tensor
+        self, query: Tensor, within: tuple[Tensor, Tensor], above: tuple[Tensor, Tensor], seen: Tensor
     ) -> Tensor:
-        """Attend from blocks to the first ``seen`` slots of true blocks, and to the own slots so far."""
+        """Attend from blocks to the first ``seen`` slots of true blocks, and to the slots ``within`` them so far."""
         shape = (-1, self.num_slots)
         scale = query.shape[-1] ** -0.5
         columns = torch.arange(above[0].shape[2], device=query.device)
         hidden = (columns >= seen[:, None]).repeat_interleave(self.num_slots, dim=0)
         scores = (query @ above[0].mT * scale).masked_fill(hidden, float("-inf"))
-        grouped, key, value = (part.unflatten(2, shape) for part in (query, *own))
+        grouped, key, value = (part.unflatten(2, shape) for part in (query, *within))
         later = torch.ones(self.num_slots, self.num_slots, dtype=torch.bool, device=query.device).triu(1)
         near = (grouped @ key.mT * scale).masked_fill(later, float("-inf")).flatten(2, 3)
         weights = torch.cat([scores, near], dim=-1).softmax(-1)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.specblock.model import SpecBlockModel
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.row_module import RowModule
+from specdec_fast.trees.rows import TreeRows
 
 
 class BlockRows:
@@ -25,7 +25,6 @@ class BlockRows:
         model: its layers.
         page_size: of the programs' probes.
         enforce_eager: whether PyTorch must run all layers.
-
     """
 
     def __init__(self, model: SpecBlockModel, page_size: int, enforce_eager: bool) -> None:
@@ -68,7 +67,6 @@ class BlockRows:
 
         Returns:
             Hidden states ``[N, K, H]`` of all slots, and logits ``[R, draft_vocab_size]``.
-
         """
         model = self._model
         k = self._model.num_slots

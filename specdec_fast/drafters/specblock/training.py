@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from specdec_fast.drafters.shared.checkpoint.weights import read_weights, target_ids
 from specdec_fast.drafters.shared.checkpoint.writing import write_checkpoint
 from specdec_fast.drafters.shared.new_drafter import DrafterSize, copy_ends, layer_config
-from specdec_fast.drafters.specblock.checkpoint import read_config
+from specdec_fast.drafters.specblock.checkpoint import NUM_CLASSES, read_config
 from specdec_fast.drafters.specblock.module import SpecBlockModule
 
 NUM_SLOTS = 4
@@ -22,25 +22,13 @@ _NOISE = 0.02
 def new_blocks(
     target: PreTrainedModel, size: DrafterSize, num_draft_ids: int, draft_ids: Tensor | None
 ) -> SpecBlockModule:
-    """Return a drafter to be trained, on the target's device, in fp32.
+    """Return a drafter to be trained, with the arguments and errors of ``eagle3.training.new_module``.
 
-    Embedding and output layer begin as those of an EAGLE-3 drafter do (``new_module``). At first the layers change
-    nothing, and each slot is the sum of its condition, its token and its query, nearly.
-
-    Args:
-        target: the model that it will draft for.
-        size: its sizes.
-        num_draft_ids: number of ids that it can propose.
-        draft_ids: ``[num_draft_ids]`` int64, those ids; None: all.
-
-    Raises:
-        ConfigError: the sizes do not go together.
-
+    At first the layers change nothing, and each slot is the sum of its condition, its token and its query, nearly.
     """
-    config = target.config.get_text_config(decoder=True)
-    layer = layer_config(config, size, _NUM_LAYERS)
-    num_taps = len(size.taps(config.num_hidden_layers))
-    module = SpecBlockModule(layer, num_taps * config.hidden_size, NUM_SLOTS, num_draft_ids, draft_ids)
+    layer = layer_config(target, size, _NUM_LAYERS)
+    width = target.config.get_text_config(decoder=True).hidden_size
+    module = SpecBlockModule(layer, size.feature_size(target), NUM_SLOTS, num_draft_ids, draft_ids)
     copy_ends(target, module.input_layer.embed_tokens, module.lm_head, draft_ids)
     same = torch.eye(layer.hidden_size, device="cpu")
     with torch.no_grad():
@@ -50,7 +38,7 @@ def new_blocks(
         for decoder in module.decoder_layers():
             decoder.self_attn.o_proj.weight.zero_()
             decoder.mlp.down_proj.weight.zero_()
-        if layer.hidden_size == config.hidden_size:  # the last tap and the output layer's input differ by few layers
+        if layer.hidden_size == width:  # the last tap and the output layer's input differ by few layers
             project = module.input_layer.condition_proj.weight
             project.normal_(std=_NOISE)[:, -layer.hidden_size :] += same
         module.input_layer.position_queries.weight.normal_(std=_NOISE)
@@ -58,15 +46,10 @@ def new_blocks(
 
 
 def load_blocks(folder: Path, target: PreTrainedModel) -> tuple[SpecBlockModule, dict[str, Tensor]]:
-    """Return the drafter of a checkpoint, to be trained further, on the target's device, in fp32.
+    """Return a drafter to be trained further, on the target's device, in fp32, and its maps of ids (``d2t``, ``t2d``).
 
-    Args:
-        folder: a checkpoint that a SpecBlock drafter has loaded for this target.
-        target: its embedding is used, and not trained, if the checkpoint has none.
-
-    Returns:
-        The module; and the checkpoint's other tensors, the maps between the ids of drafter and target.
-
+    A SpecBlock drafter has loaded the folder for this target. If it has no embedding, the target's is used, and not
+    trained.
     """
     config = read_config(folder)
     weights = read_weights(folder)
@@ -90,21 +73,11 @@ def save_blocks(
     draft_ids: Tensor | None,
     tree_nodes: int,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, weights in bf16.
-
-    Args:
-        module: the trained drafter.
-        folder: exists.
-        target: the model that it was trained for.
-        taps: ``DrafterSize.taps``.
-        draft_ids: from ``frequent_ids``.
-        tree_nodes: the largest number of nodes of the trees that it will draft.
-
-    """
+    """Write a checkpoint (``write_checkpoint``); its trees will have ``tree_nodes`` nodes at most."""
     config = {
         "architectures": ["LlamaForCausalLMSpecBlock"],
         "diffspec_draft_token_num": module.num_slots,
-        "rank_classes": 4,
+        "rank_classes": NUM_CLASSES,
         "tap_layers": list(taps),
         "tree_nodes": tree_nodes,
     }

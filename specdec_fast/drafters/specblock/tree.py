@@ -6,7 +6,9 @@ from collections.abc import Sequence as Many
 from math import exp, inf
 from typing import NamedTuple
 
-ROOT = -1  # the last committed token
+from specdec_fast.trees.growing import GrowingTree
+from specdec_fast.trees.parents import ROOT
+
 BEAM = 10  # nodes that the second call expands, and candidates of the first slot
 _WIDTHS = (2, 4, 10, 0)  # candidates of a slot, the best one included, by the class that the rank head predicts
 _BEYOND = 3  # the class of a slot behind which nothing branches
@@ -22,7 +24,6 @@ class Slot(NamedTuple):
         token_ids: the best candidates, falling; different ones.
         log_probs: of each.
         rank_class: how far down the target's token is expected, from ``SpecBlockModel.rank_classes``.
-
     """
 
     token_ids: Many[int]
@@ -30,20 +31,11 @@ class Slot(NamedTuple):
     rank_class: int
 
 
-class Node(NamedTuple):
-    """A node to expand: its place in the tree, its token and its depth, from 1 on."""
-
-    place: int
-    token_id: int
-    depth: int
-
-
-class BlockTree:
+class BlockTree(GrowingTree):
     """The tree of one sequence while it is drafted.
 
-    A node's score is the sum of the log-probabilities on its path. Blocks behind different nodes may draft the same
-    token after the same path: those are one node, with the better score. A node never scores above its parent, so the
-    best nodes contain the parents of each.
+    Blocks behind different nodes may draft the same token after the same path: those are one node, with the better
+    score.
 
     Args:
         max_nodes: the largest number of nodes that are proposed.
@@ -54,93 +46,51 @@ class BlockTree:
 
     Attributes:
         max_depth: as passed.
-
     """
 
     def __init__(self, max_nodes: int, max_depth: int, is_chain: bool = False, continues: bool = False) -> None:
-        self._max_nodes = max_nodes
+        super().__init__(max_nodes)
         self.max_depth = max_depth
         self._is_chain = is_chain
         self._continues = continues
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._scores: list[float] = []
-        self._depths: list[int] = []
-        self._places: dict[tuple[int, int], int] = {}
 
     def add_block(self, parent: int, slots: Many[Slot]) -> None:
         """Add the candidates of a block that follows ``parent``: a chain of the best of each slot, and alternatives."""
-        lowest = self._lowest_kept()
-        score, depth = (0.0, 0) if parent == ROOT else (self._scores[parent], self._depths[parent])
+        best = self.best()
+        lowest = self.score(best[-1]) if len(best) == self.max_nodes else -inf
+        is_first = parent == ROOT
         branches = not self._is_chain
-        alternatives = []
-        slots = slots[: self.max_depth - depth]
+        alternatives: list[tuple[int, int]] = []  # a node, and the slot behind it
+        slots = slots[: self.max_depth - self.depth(parent)]
         for k, slot in enumerate(slots):
             if k > 0 and slot.rank_class == _BEYOND:
                 branches = False
-            width = _width(slot, parent == ROOT and k == 0) if branches else 1
-            best = ROOT
-            for rank, (token, value) in enumerate(zip(slot.token_ids[:width], slot.log_probs, strict=False)):
-                total = score + min(value, 0.0)
-                if not total > lowest:  # a NaN is not above either
-                    break
-                node = self._add(parent, token, total, depth + k + 1)
-                best = node if rank == 0 else best
-                if rank > 0 and self._continues:
-                    alternatives.append((node, k))
-            if best == ROOT:
+            added = self._add_slot(parent, slot, _width(slot, is_first and k == 0) if branches else 1, lowest)
+            if not added:
                 break
-            parent = best
-            score = self._scores[best]
-        for node, k in alternatives:
-            above = node
-            for slot in slots[k + 1 :]:
-                total = self._scores[above] + min(slot.log_probs[0], 0.0)
-                if not total > lowest:
+            parent = added[0]
+            alternatives += [(node, k + 1) for node in added[1:]]
+        for node, k in alternatives if self._continues else ():
+            added = [node]
+            for slot in slots[k:]:
+                added = self._add_slot(added[0], slot, 1, lowest)
+                if not added:
                     break
-                above = self._add(above, slot.token_ids[0], total, self._depths[above] + 1)
 
-    def to_expand(self, most: int) -> list[Node]:
+    def to_expand(self, most: int) -> list[int]:
         """Return the best nodes that may have children, the best first; of a chain, its end."""
-        nodes = [node for node in self._best() if self._depths[node] < self.max_depth]
-        chosen = nodes[-1:] if self._is_chain else nodes[:most]
-        return [Node(node, self._tokens[node], self._depths[node]) for node in chosen]
+        nodes = [node for node in self.best() if self.depth(node) < self.max_depth]
+        return nodes[-1:] if self._is_chain else nodes[:most]
 
-    def nodes(self) -> tuple[list[int], list[int]]:
-        """Return tokens and parents (``Draft.parents``) of the best nodes, depth first, the best child first."""
-        children: dict[int, list[int]] = {}
-        for node in self._best():
-            children.setdefault(self._parents[node], []).append(node)
-        tokens: list[int] = []
-        parents: list[int] = []
-        to_visit = [(node, ROOT) for node in reversed(children.get(ROOT, ()))]
-        while to_visit:
-            node, place = to_visit.pop()
-            to_visit += [(child, len(tokens)) for child in reversed(children.get(node, ()))]
-            tokens.append(self._tokens[node])
-            parents.append(place)
-        return tokens, parents
-
-    def _add(self, parent: int, token: int, score: float, depth: int) -> int:
-        node = self._places.setdefault((parent, token), len(self._tokens))
-        if node == len(self._tokens):
-            self._tokens.append(token)
-            self._parents.append(parent)
-            self._scores.append(score)
-            self._depths.append(depth)
-        else:
-            self._scores[node] = max(self._scores[node], score)
-        return node
-
-    def _best(self) -> list[int]:
-        """Return the nodes that are kept, the best first; of equal scores the earlier node, so a parent first."""
-        return sorted(range(len(self._tokens)), key=lambda node: (-self._scores[node], node))[: self._max_nodes]
-
-    def _lowest_kept(self) -> float:
-        """Return the score that a new node must exceed to be kept."""
-        if len(self._tokens) < self._max_nodes:
-            return -inf
-        return sorted(self._scores, reverse=True)[self._max_nodes - 1]
+    def _add_slot(self, parent: int, slot: Slot, width: int, lowest: float) -> list[int]:
+        """Add the first candidates of a slot as children, as far as their scores are above ``lowest``."""
+        added = []
+        for token, value in zip(slot.token_ids[:width], slot.log_probs, strict=False):
+            score = self.score(parent) + min(value, 0.0)
+            if not score > lowest:  # a NaN is not above either
+                break
+            added.append(self.add(parent, token, score))
+        return added
 
 
 def _width(slot: Slot, is_first: bool) -> int:

@@ -21,12 +21,7 @@ _NO_TAPS = torch.empty(0, device="cpu")
 
 
 class Program(ForwardProgram):
-    """A model's forward as one call.
-
-    Args:
-        plan: the plan of the program. The program keeps its constants alive, including the model's weights, and reads
-            them in place.
-    """
+    """A model's forward as one call. It keeps the plan's constants, such as weights, alive, and reads them in place."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -91,24 +86,19 @@ class Program(ForwardProgram):
         choice: TokenChoice,
         inputs: Tensor | Projection | None = None,
     ) -> Tensor:
-        """Run a draft model's forwards, each on the tokens chosen after the one before it.
+        """Run a draft model's forwards, each on the tokens chosen after the one before it; errors as in ``__call__``.
 
-        If the rows take inputs, the hidden state that a program computes for a sequence's last row is the input of its
-        next one.
+        If the rows take inputs, the hidden state of a sequence's last row is the input of its next one.
 
         Args:
             spans: the rows of the first forward, of ``B`` sequences; pages of later rows are allocated.
             token_ids: of the first forward's rows.
-            num_draft_tokens: number of draft tokens per sequence, at least 1. Forward i has one row for every sequence
-                that gets more than i.
+            num_draft_tokens: draft tokens per sequence, at least 1. Forward i has a row for those that get more than i.
             choice: how tokens are chosen. Logits with a NaN choose token 0.
             inputs: of the first forward's rows, as in ``__call__``; or how to compute them.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence: ids of the target.
-
-        Raises:
-            IndexError: for the reasons of ``__call__``.
         """
         chosen = torch.empty(sum(num_draft_tokens), dtype=torch.int64, device="cpu")
         self._program.draft(
@@ -129,20 +119,17 @@ class Program(ForwardProgram):
     ) -> DraftedTrees:
         """Run the forwards of a drafter whose hidden states are its inputs: one for the spans, then one per level.
 
+        Errors are those of ``__call__``, and a ValueError if the arguments do not fit together.
+
         Args:
             spans: the rows of the first forward, of ``B`` sequences, the last of which is the root of the sequence's
                 tree; pages of as many further positions as the tree may have nodes are allocated.
-            token_ids: of these rows.
+            token_ids, inputs: of these rows, as in ``draft``.
             rules: how the trees grow.
             choice: how the target will choose tokens. Rows whose logits have a NaN or infinity get no children.
-            inputs: of these rows, as in ``draft``.
 
         Returns:
             The trees, each depth first, the best child first.
-
-        Raises:
-            IndexError: for the reasons of ``__call__``.
-            ValueError: the arguments do not fit together.
         """
         depths, num_nodes, width, parents, ranks, temperature = rules
         tokens, above, scores = (
@@ -174,6 +161,8 @@ class Program(ForwardProgram):
     ) -> tuple[Tensor, list[list[int]], list[list[int]] | None, float]:
         """Run the target's forward over every sequence's last token and draft tokens, and choose a token at each row.
 
+        Errors are those of ``__call__``; a ValueError also if arguments do not fit, or a child precedes its parent.
+
         Args:
             spans: the rows of ``B`` sequences, ``T`` in all.
             last_tokens: the last committed token of each sequence, for its first row.
@@ -186,10 +175,6 @@ class Program(ForwardProgram):
             Logits ``[T, vocab_size]``; the accepted draft tokens and the next token of each sequence, which is
             ``INVALID_TOKEN`` after NaN logits; if the spans are trees, the rows of each sequence's accepted draft
             tokens, counted from its first row, else None; the seconds that choosing took.
-
-        Raises:
-            IndexError: for the reasons of ``__call__``.
-            ValueError: the arguments do not fit together, or a parent does not come before its children.
         """
         width = self._plan.vocab_size
         draft_tokens = draft_tokens.contiguous()
@@ -228,7 +213,6 @@ class Program(ForwardProgram):
         return inputs.data_ptr()
 
     def _carried(self, inputs: Tensor | Projection | None, num_rows: int) -> tuple[object, ...]:
-        """Return the inputs of a draft, in the order of csrc/bind_program.cpp."""
         size = self._plan.input_bytes
         if inputs is not None and self._plan.tap_bytes != size:
             raise ValueError("the hidden states of this program are no inputs of its rows.")
@@ -243,7 +227,6 @@ class Program(ForwardProgram):
         return 0, size, projection._program, plan.input_bytes, pieces
 
     def _sizes_of(self, choice: TokenChoice) -> tuple[int, ...]:
-        """Return a choice's sizes besides the sampling, in the order of csrc/bind_program.cpp."""
         ids = choice.target_ids
         sizes = (self._plan.vocab_size, choice.vocab_size, 0 if ids is None else ids.data_ptr())
         return self._logits_code, *sizes, choice.num_target_ids
@@ -257,7 +240,6 @@ class Program(ForwardProgram):
 def _forward(
     token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, memory: tuple[int, int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return addresses and sizes, in the order of csrc/bind_program.cpp."""
     tree_mask = batch.tree_mask
     table = batch.block_table
     addresses = (
@@ -278,7 +260,7 @@ def _forward(
 
 
 def _pages(spans: Spans) -> tuple[int, ...]:
-    """Return addresses and sizes, in the order of csrc/bind_program.cpp."""
+    """Return addresses and sizes, in the order of csrc/bind_program.cpp, as ``_forward`` and ``_carried`` do."""
     tables = spans.tables
     pages = spans.pages
     return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size

@@ -105,10 +105,7 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Linear(BufferUse):
-    """Products of ``num_vectors`` vectors per row with ``weight [out_features, in_features]``.
-
-    The weights are contiguous, or the transpose of a contiguous matrix.
-    """
+    """``num_vectors`` vectors per row times ``weight [out_features, in_features]``: it or its ``mT`` is contiguous."""
 
     source: int
     offset: int
@@ -128,24 +125,18 @@ class Linear(BufferUse):
 
 @dataclass(frozen=True, eq=False)
 class GroupedLinear(BufferUse):
-    """``choices`` products per row, each with the weights of another expert; see ``ops/grouped_linear.py``.
+    """``choices`` products per row, each with the weights of another expert; see ``ops/grouped_linear.py``."""
 
-    Attributes:
-        source, offset: buffer and offset of ``num_vectors`` inputs of ``in_features`` numbers: one for all choices, or
-            one for each.
-        experts, experts_offset: buffer and offset of ``choices`` expert ids, whole numbers in fp32.
-        weight: ``[num_experts, out_features, in_features]``; it or its ``mT`` is contiguous.
-        bias: ``[num_experts, out_features]``, or None.
-    """
-
+    # source, offset: buffer and offset of ``num_vectors`` inputs of ``in_features`` numbers: one for all choices, or
+    # one for each
     source: int
     offset: int
     num_vectors: int
-    experts: int
+    experts: int  # experts, experts_offset: buffer and offset of ``choices`` expert ids, whole numbers in fp32
     experts_offset: int
     choices: int
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # ``[num_experts, out_features, in_features]``; it or its ``mT`` is contiguous
+    bias: Tensor | None  # ``[num_experts, out_features]``, or None
     out: int
 
     @property

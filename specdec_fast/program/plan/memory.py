@@ -89,15 +89,13 @@ def placed(
     from the next step on, and a thread's own memory from the next operation on.
 
     Args:
-        instructions: in the order in which they run.
-        buffers: all buffers.
+        instructions, buffers: all, in the order in which they run.
         logits: the buffer of the logits.
         taps: the buffers of the taps, in their order; a row of the hidden states has one after the other.
         inputs: the buffer of what the rows take besides their tokens, which is read only; None: nothing.
 
     Returns:
-        The memory of every buffer, by its index; the bytes per row of each domain that are shared, and of a thread's
-        own.
+        The memory of every buffer, by its index; the bytes per row of each domain that are shared; those of a thread.
     """
     steps = _steps(instructions, buffers)
     by_step = _lives(instructions, steps.__getitem__)

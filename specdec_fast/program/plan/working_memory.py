@@ -41,12 +41,9 @@ def working_bytes(
 ) -> int:
     """Return an upper bound of what one operation of a program allocates while it runs.
 
-    Args:
-        plan: the program's.
-        num_rows, num_logit_rows: rows of the forward, and those whose logits are wanted.
-        num_threads: threads that compute it; each has working memory of its own.
-        linear_bytes: from a linear's rows, inputs and outputs, whether its weight is transposed, and the threads, to
-            what it allocates.
+    ``num_logit_rows`` are those whose logits are wanted. Each of ``num_threads`` has working memory of its own.
+    ``linear_bytes`` returns what a linear allocates, from its rows, inputs and outputs, whether its weight is
+    transposed, and the threads.
     """
 
     def of(step: Instruction) -> int:

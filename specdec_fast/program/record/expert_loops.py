@@ -178,7 +178,6 @@ class _Repeated:
         return replace(view, buffer=buffer, sizes=sizes, strides=strides)
 
     def _placed(self, buffer: int) -> tuple[int, int]:
-        """Return the buffer of all choices, and the distance between two choices."""
         if buffer < self._visit.first:
             return buffer, 0
         size = self._tape.buffers[buffer].size

@@ -18,8 +18,7 @@ from specdec_fast.program.record.tape_values import Complex, Overwritten, Value
 def changed_in_place(tape: Tape, tensor: Tensor, before: Value | None) -> None:
     """Record that an operation has changed ``tensor``, whose value was ``before``, in place.
 
-    If other tensors share its memory, the new numbers are copied to the old place, so that they have them. Where that
-    is impossible, they are outdated.
+    Tensors that share its memory are outdated, unless the new numbers can be copied to the old place.
     """
     others = [each for each, _ in tape.of_memory(tensor) if each is not tensor]
     after = tape.value(tensor)
@@ -33,11 +32,7 @@ def changed_in_place(tape: Tape, tensor: Tensor, before: Value | None) -> None:
 
 
 def writable(tape: Tape, tensor: Tensor) -> RowView:
-    """Return the places of a tensor's numbers, so that an operation can write there.
-
-    Raises:
-        NotLowerableError: the tensors of its memory are not in one buffer, or in that of the inputs.
-    """
+    """Return the places of a tensor's numbers for writing: its memory is in one buffer, other than the inputs'."""
     view = tape.row_view(tensor)
     if not _is_own(tape, view, tensor):
         raise NotLowerableError("numbers are overwritten that are not in one buffer")
@@ -57,13 +52,13 @@ def _is_own(tape: Tape, view: RowView, tensor: Tensor) -> bool:
 def _repeats(view: RowView, tensor: Tensor) -> bool:
     """Return whether numbers that have memory of their own are one number of the buffer."""
     axes = zip(view.sizes, view.strides, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 != own for size, stride, own in axes)
+    return any(size > 1 and stride == 0 != memory_stride for size, stride, memory_stride in axes)
 
 
 def _keep_copies(tape: Tape, view: RowView, tensor: Tensor) -> None:
     """Give tensors of the buffer, but of other memory, a buffer of their own, because this one will change."""
-    own = {id(each) for each, _ in tape.of_memory(tensor)}
-    copies = [each for each in tape.of_buffer(view.buffer) if id(each[0]) not in own]
+    of_memory = {id(each) for each, _ in tape.of_memory(tensor)}
+    copies = [each for each in tape.of_buffer(view.buffer) if id(each[0]) not in of_memory]
     if not copies:
         return
     size = tape.buffers[view.buffer].size

@@ -172,12 +172,11 @@ def _topk(
 def _max_of_vectors(
     tape: Tape, result: tuple[Tensor, Tensor], source: Tensor, axis: int, keepdim: bool = False
 ) -> None:
-    """Record the first place of the largest number of every vector, and the number there."""
     view, place = _first_largest(tape, "max", source, axis)
     largest = tape.fresh(view.domain, view.axis, place.sizes, source.dtype)
     tape.row_op("gather", [view, place], largest)
-    for tensor, own in zip(result, (largest, place), strict=True):
-        tape.bind(tensor, own if keepdim else own.without(-1, 0))
+    for tensor, value in zip(result, (largest, place), strict=True):
+        tape.bind(tensor, value if keepdim else value.without(-1, 0))
 
 
 @LOWERED.entry("argmax.default")

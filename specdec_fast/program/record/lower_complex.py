@@ -45,15 +45,15 @@ def _product(tape: Tape, result: Tensor, left: Any, right: Any, *, otherwise: Ha
     if not factors:
         otherwise(tape, result, left, right)
         return
-    own = _parts(tape, factors[0])
-    out = _fresh(tape, result, own.without(-1, 0))
+    parts = _parts(tape, factors[0])
+    out = _fresh(tape, result, parts.without(-1, 0))
     if len(factors) == 1:
         other = right if factors[0] is left else left
         if isinstance(other, (Tensor, complex)):
             raise NotLowerableError("a complex number times a tensor of others")
-        tape.row_op("mul", [own, float(other)], out)
+        tape.row_op("mul", [parts, float(other)], out)
     else:
-        a, b, c, d = (view.without(-1, part) for view in (own, _parts(tape, right)) for part in (0, 1))
+        a, b, c, d = (view.without(-1, part) for view in (parts, _parts(tape, right)) for part in (0, 1))
         products = [(a, c), (b, d), (a, d), (b, c)]
         whole = out.without(-1, 0)
         each = [tape.fresh(whole.domain, whole.axis, whole.sizes, torch.float32) for _ in products]
@@ -68,7 +68,6 @@ LOWERED |= {name: partial(_product, otherwise=lower_math.LOWERED[name]) for name
 
 
 def _shaped(tape: Tape, result: Tensor, source: Tensor, *args: Any, otherwise: Handler, **kwargs: Any) -> None:
-    """Lower a view in another shape: the parts remain the last axis."""
     value = tape.value(source)
     if isinstance(value, Complex):
         tape.bind(result, Complex(tape.reshaped(value.parts, (*result.shape, 2))))

@@ -45,7 +45,6 @@ def _permute(tape: Tape, result: Tensor, source: Tensor, order: Sequence[int], *
 
 
 def _sum(tape: Tape, result: Tensor, source: Tensor, axes: Any, *args: Any, otherwise: Handler, **kwargs: Any) -> None:
-    """Lower the number of rows that have chosen each expert."""
     value = tape.value(source)
     if not isinstance(value, OfLoop):
         otherwise(tape, result, source, axes, *args, **kwargs)
@@ -68,7 +67,6 @@ def _is_chosen(tape: Tape, result: Tensor, source: Tensor, number: Any, *, other
 
 @LOWERED.entry("nonzero.default")
 def _nonzero(tape: Tape, result: Tensor, source: Tensor) -> Tensor:
-    """Return all experts instead of those that some row has chosen."""
     value = tape.value(source)
     if not isinstance(value, OfLoop) or value.kind != "chosen":
         raise NotLowerableError("places of a number of entries that depends on the rows")
@@ -135,7 +133,6 @@ def _index(tape: Tape, result: Tensor, source: Tensor, indices: Sequence[Any], *
 def _index_add(
     tape: Tape, result: Tensor, target: Tensor, axis: int, index: Tensor, states: Tensor, **kwargs: Any
 ) -> None:
-    """End the visit of an expert; the last one records them all."""
     value = tape.value(index)
     before = tape.value(target)
     if not isinstance(value, OfLoop) or value.kind != "rows" or axis % target.dim() or kwargs:

@@ -43,7 +43,6 @@ def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
 def _addmm(
     tape: Tape, result: Tensor, bias: Tensor, rows: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> None:
-    """Lower GPT-2's ``Conv1D``, a linear layer whose weights are ``[in_features, out_features]``."""
     if (beta, alpha) != (1, 1) or tape.value(weight) is not None or tape.value(bias) is not None:
         raise NotLowerableError("addmm with a factor, or with weights that depend on the rows")
     tape.linear(tape.row_view(rows), weight.t(), bias, result)

@@ -96,7 +96,6 @@ def _rows_of_table(tape: Tape, table: Tensor, indices: Tensor) -> RowView:
 
 
 def _as_floats(constant: Tensor) -> Tensor:
-    """Return a constant as a program keeps it: whole numbers and truth values in fp32."""
     if constant.dtype not in WHOLE:
         return constant
     if constant.numel() and int(constant.abs().max() if constant.dtype != torch.bool else 1) > LARGEST_WHOLE:

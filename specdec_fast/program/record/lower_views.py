@@ -109,11 +109,11 @@ def _repeat(tape: Tape, result: Tensor, source: Tensor, repeats: Sequence[int]) 
     added = result.dim() - source.dim()
     if repeats[view.axis + added] != 1:
         raise NotLowerableError("rows are repeated")
-    own = (1,) * added + view.sizes
+    sizes = (1,) * added + view.sizes
     axis = 2 * (view.axis + added) + 1
-    apart = view.viewed(axis, tuple(size for each in own for size in (1, each)))
+    apart = view.viewed(axis, tuple(size for each in sizes for size in (1, each)))
     assert apart is not None, "axes of size 1 move no numbers"
-    repeated = apart.expanded(axis, tuple(size for pair in zip(repeats, own, strict=True) for size in pair))
+    repeated = apart.expanded(axis, tuple(size for pair in zip(repeats, sizes, strict=True) for size in pair))
     tape.bind(result, tape.reshaped(repeated, tuple(result.shape)))
 
 

@@ -23,15 +23,15 @@ def kept(constant: Tensor) -> Tensor:
 
 def sizes_of(value: RowView | Tensor | float, rank: int) -> tuple[int, ...]:
     """Return the sizes of ``rank`` axes, the first of which are 1; a number has no axes of its own."""
-    own = tuple(value.shape) if isinstance(value, Tensor) else () if isinstance(value, float) else value.sizes
-    return (1,) * (rank - len(own)) + own
+    shape = tuple(value.shape) if isinstance(value, Tensor) else () if isinstance(value, float) else value.sizes
+    return (1,) * (rank - len(shape)) + shape
 
 
 def lengths_of(values: list[RowView | Tensor | float], sizes: list[tuple[int, ...]]) -> list[int]:
     """Return the length of the last axis of each value."""
     lengths: list[int] = []
-    for value, own in zip(values, sizes, strict=True):
-        lengths.append(lengths[-1] if isinstance(value, float) else own[-1])
+    for value, size in zip(values, sizes, strict=True):
+        lengths.append(lengths[-1] if isinstance(value, float) else size[-1])
     return lengths
 
 
@@ -41,10 +41,10 @@ def strides_of(value: RowView | Tensor | float, shape: tuple[int, ...], rank: in
         return (0,) * rank
     strides = value.stride() if isinstance(value, Tensor) else value.strides
     sizes = sizes_of(value, rank)
-    own = (0,) * (rank - len(strides)) + tuple(strides)
+    padded = (0,) * (rank - len(strides)) + tuple(strides)
     if any(size not in (1, whole) for size, whole in zip(sizes, shape, strict=False)):
         raise NotLowerableError(f"shapes {list(sizes)} and {list(shape)} of one row do not broadcast")
-    return tuple(0 if size == 1 else stride for size, stride in zip(sizes, own, strict=True))
+    return tuple(0 if size == 1 else stride for size, stride in zip(sizes, padded, strict=True))
 
 
 def operand_of(value: RowView | Tensor | float, strides: tuple[int, ...], length: int) -> Operand:

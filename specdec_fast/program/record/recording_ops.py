@@ -15,8 +15,7 @@ from specdec_fast.program.record.tracer import Recorder
 def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBatch) -> Ops:
     """Return ops that compute as ``ops`` do, and record it.
 
-    The forward may write and read the pages of ``pool``. It may use no other layout than that of ``batch``, because the
-    program's caller will lay out its rows.
+    The forward may use the pages of ``pool``, and no other layout than ``batch``'s: the program's caller lays out rows.
     """
     calls = _RecordedCalls(recorder, ops.unchecked or ops, pool, batch)
     return calls.ops.replaced(

@@ -75,8 +75,8 @@ class RowView:
     def viewed(self, axis: int, sizes: tuple[int, ...]) -> RowView | None:
         """Return ``tensor.view(...)``, or None if numbers would have to be moved."""
         pieces = []
-        own = (slice(0, self.axis), slice(self.axis + 1, None))
-        for mine, other in zip(own, (slice(0, axis), slice(axis + 1, None)), strict=True):
+        of_self = (slice(0, self.axis), slice(self.axis + 1, None))
+        for mine, other in zip(of_self, (slice(0, axis), slice(axis + 1, None)), strict=True):
             strides = _view_strides(self.sizes[mine], self.strides[mine], sizes[other])
             if strides is None:
                 return None
@@ -95,11 +95,7 @@ def dense(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def row_axis(shape: Sequence[int], before: int, after: int, num_rows: int) -> int:
-    """Return the axis of ``shape`` that counts the rows: ``before`` numbers are before it, ``after`` numbers after it.
-
-    Raises:
-        NotLowerableError: no axis counts the rows, because they have been merged with another axis.
-    """
+    """Return the axis of ``shape`` that counts the rows: ``before`` numbers are before it, ``after`` after it."""
     for axis, size in enumerate(shape):
         if size == num_rows and prod(shape[:axis]) == before and prod(shape[axis + 1 :]) == after:
             return axis
@@ -132,19 +128,19 @@ def _view_strides(
 
 
 def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Drop axes of size 1, and merge neighbouring axes if every operand's strides allow it.
+    """Drop axes of size 1, and merge neighbouring axes if every operand's strides allow it: at least one is left.
 
-    Returns the shape and the strides of each operand with as few axes as possible, at least one.
+    Returns the shape, and the strides of each operand.
     """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for d, size in enumerate(shape):
         if size == 1:
             continue
-        own = tuple(each[d] for each in strides)
-        if axes and all(before == size * now for before, now in zip(axes[-1][1], own, strict=True)):
-            axes[-1] = (axes[-1][0] * size, own)
+        step = tuple(each[d] for each in strides)
+        if axes and all(before == size * now for before, now in zip(axes[-1][1], step, strict=True)):
+            axes[-1] = (axes[-1][0] * size, step)
         else:
-            axes.append((size, own))
+            axes.append((size, step))
     if not axes:
         axes = [(1, (0,) * len(strides))]
-    return tuple(size for size, _ in axes), [tuple(own[i] for _, own in axes) for i in range(len(strides))]
+    return tuple(size for size, _ in axes), [tuple(step[i] for _, step in axes) for i in range(len(strides))]

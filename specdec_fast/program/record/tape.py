@@ -34,14 +34,8 @@ from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfAl
 class Tape:
     """The instructions so far, and the value of every tensor of the run.
 
-    Args:
-        num_rows: rows of the batch, a number that is no size of the model.
-        num_logit_rows: rows whose logits are wanted, also a number that is no size of the model.
-        kv_dtype: dtype of the pages.
-        max_positions: number of positions that the batch may have; None if there is no limit.
-
-    Attributes:
-        inputs: the buffer of what the rows take besides their tokens; None: nothing.
+    ``num_rows`` and ``num_logit_rows`` (whose logits are wanted) are numbers that are no size of the model.
+    ``kv_dtype`` is that of the pages; ``max_positions`` those that the batch may have, None: no limit.
     """
 
     def __init__(
@@ -52,7 +46,7 @@ class Tape:
         self.counts = {ROWS: num_rows, LOGIT_ROWS: num_logit_rows}
         self.instructions: list[Instruction] = []
         self.buffers: list[Buffer] = []
-        self.inputs: int | None = None
+        self.inputs: int | None = None  # the buffer of what the rows take besides their tokens; None: nothing
         self._values: dict[int, tuple[Tensor, Value]] = {}  # by id; a kept tensor keeps its id
 
     def value(self, tensor: Any) -> Value | None:
@@ -85,12 +79,7 @@ class Tape:
         return pairs
 
     def row_view(self, tensor: Tensor) -> RowView:
-        """Return the places of a tensor's numbers.
-
-        Raises:
-            NotLowerableError: the tensor is integers of the batch or a constant, or it was changed through another
-                tensor.
-        """
+        """Return the places of a tensor's numbers; it is neither the batch's integers, nor a constant, nor outdated."""
         value = self.value(tensor)
         if isinstance(value, RowView):
             return value
@@ -165,15 +154,15 @@ class Tape:
         if common[-1] != shape:
             raise NotLowerableError(f"{code} gives a shape {list(sizes[-1])} from one of {list(shape)}")
         strides = [strides_of(each, shape, rank) for each in views]
-        head, own = collapsed(shape, [each[: len(shape)] for each in strides])
+        head, collapsed_strides = collapsed(shape, [each[: len(shape)] for each in strides])
         lengths = [head[-1]] * len(views)
         if over_vectors:
             lengths = lengths_of(views, sizes)
             head = (*head, lengths[0])
-            own = [(*o, s[-1]) for o, s in zip(own, strides, strict=True)]
+            collapsed_strides = [(*o, s[-1]) for o, s in zip(collapsed_strides, strides, strict=True)]
         if len(head) > MAX_RANK:
             raise NotLowerableError(f"{code} over more than {MAX_RANK} axes")
-        operands = [operand_of(*each) for each in zip(views, own, lengths, strict=True)]
+        operands = [operand_of(*each) for each in zip(views, collapsed_strides, lengths, strict=True)]
         self.instructions.append(RowOp(code, head, tuple(operands[:-1]), operands[-1], **more))
 
     def _of_one_row(self, constant: Tensor, out: RowView) -> Tensor:

@@ -18,10 +18,9 @@ class Index:
 
 @dataclass(frozen=True)
 class Extent:
-    """One integer computed from all rows of the batch, of which a program knows only the bounds.
+    """One integer computed from all rows of the batch, such as the largest position; a program knows only its bounds.
 
-    The largest position is one. Models ask whether a text is longer than some length. The answer is a constant if the
-    bounds decide it.
+    Models ask whether a text is longer than some length. The answer is a constant if the bounds decide it.
     """
 
     least: int

@@ -85,7 +85,6 @@ class Recorder(TorchDispatchMode):
         return result if instead is None else instead
 
     def _as_it_is(self, value: Any) -> Any:
-        """Return an argument with copies of the constants that the run has written."""
         if isinstance(value, Tensor):
             is_written = self.tape.value(value) is None and _address(value) in self._rewritten
             return value.clone() if is_written else value

@@ -11,11 +11,7 @@ from specdec_fast.program.plan.ir import INPUTS, TAPS, Linear, Plan
 
 
 class DeviceForward:
-    """One forward: its batch, and the buffers that are in use.
-
-    Raises:
-        ValueError: the inputs have another size than the plan's rows take.
-    """
+    """One forward: its batch, and its buffers. Raises ValueError if inputs have another size than the plan's."""
 
     def __init__(
         self,
@@ -39,8 +35,8 @@ class DeviceForward:
         if num_bytes != expected:
             raise ValueError(f"{self.num_rows} rows take {expected} bytes besides their tokens, not {num_bytes}.")
         if inputs is not None:
-            own = inputs.reshape(self.num_rows, -1).contiguous()
-            self.memory |= {b: own for b, placed in enumerate(plan.buffers) if placed.place == INPUTS}
+            rows = inputs.reshape(self.num_rows, -1).contiguous()
+            self.memory |= {b: rows for b, placed in enumerate(plan.buffers) if placed.place == INPUTS}
 
     def write(self, buffer: int, num_rows: int, dtype: torch.dtype) -> None:
         """Make memory for a buffer, unless an earlier launch has written another part of it."""

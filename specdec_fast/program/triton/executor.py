@@ -37,20 +37,12 @@ Prepared = tuple[RowFusion, RowKernel] | Shared | FusedLinear | EitherWay
 
 
 def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
-    """Return the launches of a plan, with the kernels of its fusions.
-
-    Raises:
-        NotLowerableError: an instruction has no counterpart in Triton.
-    """
+    """Return the launches of a plan, with the kernels of its fusions."""
     return with_kernels(plan, fused_launches_of(plan) if fuses_linears else launches_of(plan))
 
 
 def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
-    """Return launches with the kernels of their fusions; a fusion that must read what it has written becomes two.
-
-    Raises:
-        NotLowerableError: an instruction has no counterpart in Triton.
-    """
+    """Return launches with the kernels of their fusions; a fusion that must read what it has written becomes two."""
     waiting: list[FusedLaunch] = [*launches][::-1]
     prepared: list[Prepared] = []
     while waiting:
@@ -73,16 +65,12 @@ def launch_of(kernel: RowKernel) -> Launch:
 
 
 class TritonProgram:
-    """A model's forward as few launches.
+    """A model's forward as few launches. It keeps the plan's constants, such as weights, and reads them in place.
 
-    Args:
-        plan: the plan of the program. The program keeps its constants alive, including the model's weights, and reads
-            them in place.
-        ops: compute linears and attention.
-        fuses_linears: whether the kernels of linears compute row operations too (``fused_launches.py``). It is off
-            until ``make gpu-check`` shows on a GPU that it is faster: no GPU has run these kernels yet.
-        merges_attention: whether attention over split contexts is one launch (``attention_merging.py``). Off for the
-            same reason. No two forwards of such a program may run at once.
+    ``ops`` compute linears and attention. ``fuses_linears``: the kernels of linears compute row operations too
+    (``fused_launches.py``). ``merges_attention``: attention over split contexts is one launch
+    (``attention_merging.py``), and no two forwards of the program may run at once. Both are off until ``make
+    gpu-check`` shows on a GPU that they are faster: no GPU has run these kernels yet.
     """
 
     def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False, merges_attention: bool = False) -> None:

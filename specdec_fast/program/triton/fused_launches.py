@@ -118,10 +118,7 @@ def _with_beginnings(plan: Plan, launches: list[PlannedLaunch | FusedLinear], re
 def _with_beginning(
     plan: Plan, before: list[FusedLaunch], launch: PlannedLaunch | FusedLinear, readers: _Readers
 ) -> FusedLinear | None:
-    """Return linears that compute their vectors themselves, from what the fusion before reads; None if they cannot.
-
-    Nothing else may read what the fusion stores.
-    """
+    """Return linears that compute their vectors from what the fusion before reads, and nothing else; None if not."""
     steps = linears_of(launch)
     if not steps or not before or steps[0].weight.shape[1] > MOST_FEATURES:
         return None
@@ -132,8 +129,8 @@ def _with_beginning(
     if len(fusion.stored) != 1 or len(before) != (1 if gather is None else 2):
         return None
     chain = [*fusion.stored] if gather is None else [*fusion.stored, gather.out]
-    own = {id(step) for step in steps}
-    expected = [own] if gather is None else [{id(gather)}, own]
+    step_ids = {id(step) for step in steps}
+    expected = [step_ids] if gather is None else [{id(gather)}, step_ids]
     if chain[-1] != steps[0].source or not all(_is_internal(plan, each, readers) for each in chain):
         return None
     if any(readers[each] != ids for each, ids in zip(chain, expected, strict=True)):

@@ -71,8 +71,8 @@ def launches_of(plan: Plan) -> list[PlannedLaunch]:
     launches: list[PlannedLaunch] = []
     for domain, steps in groups:
         if domain >= 0:
-            own = [step for step in steps if isinstance(step, RowOp | Append)]
-            launches.append(fusion_of(plan, domain, own, readers))
+            fused = [step for step in steps if isinstance(step, RowOp | Append)]
+            launches.append(fusion_of(plan, domain, fused, readers))
         else:
             launches += _joined([step for step in steps if not isinstance(step, RowOp | Append)])
     return launches
@@ -80,9 +80,9 @@ def launches_of(plan: Plan) -> list[PlannedLaunch]:
 
 def fusion_of(plan: Plan, domain: int, steps: Sequence[RowOp | Append], readers: dict[int, set[int]]) -> RowFusion:
     """Return the fusion of some steps; ``readers`` are the ids of the instructions that read each buffer."""
-    own = {id(step) for step in steps}
+    step_ids = {id(step) for step in steps}
     written = {buffer for step in steps for buffer in step.writes}
-    stored = {b for b in written if readers.get(b, set()) - own or plan.buffers[b].place not in (ARENA, SCRATCH)}
+    stored = {b for b in written if readers.get(b, set()) - step_ids or plan.buffers[b].place not in (ARENA, SCRATCH)}
     return RowFusion(domain, tuple(steps), frozenset(stored))
 
 
@@ -108,9 +108,8 @@ def _joined(steps: Sequence[_Single]) -> list[Shared]:
 def _joint_key(step: Instruction) -> object:
     """Return what linears of one launch have in common; None for what is a launch of its own.
 
-    The kernel reads weights as they are stored. Its results lie one after the other, at addresses that must be
-    multiples of 16 bytes for every number of rows: Triton compiles another kernel for an argument with another
-    alignment.
+    The kernel reads weights as they are stored. Its results lie one after the other, at multiples of 16 bytes for every
+    number of rows, because Triton compiles another kernel for an argument with another alignment.
     """
     if not isinstance(step, Linear) or not step.weight.is_contiguous():
         return None

@@ -45,8 +45,6 @@ class LinearKernel:
 
 @dataclass(frozen=True)
 class _Code:
-    """Lines of a kernel, and the buffers that they read from memory."""
-
     lines: list[str]
     loaded: set[int]
 
@@ -54,8 +52,7 @@ class _Code:
 def linear_kernel(plan: Plan, fused: FusedLinear, all_rows: bool = False) -> LinearKernel:
     """Return the kernel of fused linears; ``all_rows``: whether ``fused.gather`` takes all rows in their order.
 
-    Raises:
-        NotEmittableError: a fusion is not elementwise where it must be, or a program would write what another reads.
+    Raises NotEmittableError if a fusion is not elementwise where it must be, or a program writes what another reads.
     """
     pointers = Pointers()
     try:

@@ -63,10 +63,9 @@ def _scatter(code: RowCode, number: int, step: RowOp, at: tuple[Place, ...]) -> 
     hits = code.combined("tl.where({0} == {1}, 1.0, 0.0)", [wanted, place])
     is_hit = _over(code, axis, "max", hits)
     before = code.at(source, at, number)
-    own = code.at(written, (*at[:-1], of_axis(axis)), number)
-    new = own
-    if axis in own.axes:
-        new = _over(code, axis, "sum", code.combined("tl.where({0} == {1}, {2}, 0.0)", [wanted, place, own]))
+    new = code.at(written, (*at[:-1], of_axis(axis)), number)
+    if axis in new.axes:
+        new = _over(code, axis, "sum", code.combined("tl.where({0} == {1}, {2}, 0.0)", [wanted, place, new]))
     return code.combined("tl.where({0} != 0.0, {1}, {2})", [is_hit, new, before])
 
 

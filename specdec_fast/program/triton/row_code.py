@@ -31,10 +31,7 @@ class Expression(NamedTuple):
 
 
 class Pointers:
-    """The tensors that a kernel receives, in the order in which its code names them.
-
-    Each is a buffer, a constant, or the name of a tensor of the batch.
-    """
+    """The tensors that a kernel receives, in its order: buffers, constants, or names of tensors of the batch."""
 
     def __init__(self) -> None:
         self.tensors: list[int | Tensor | str] = []
@@ -58,10 +55,9 @@ class RowCode:
         tile: an axis of which each program computes a part, and the numbers of a part; None: it computes all.
 
     Attributes:
-        lines: the code so far.
+        lines: the code so far; ``prefix`` begins their names.
         reduced: the steps that reduce vectors, with the axes on which each result depends.
         widest: the largest number of elements of a tensor.
-        prefix: of the names of its lines.
     """
 
     prefix = "x"
@@ -137,10 +133,9 @@ class RowCode:
     def vector(
         self, number: int, operand: Operand, outer: Sequence[Place], own_axis: bool = False
     ) -> tuple[Expression, tuple[Axis, ...], Axis]:
-        """Return a step's vectors of an operand, the axes of all their numbers, and that along the vectors.
+        """Return a step's vectors of operand ``number``, the axes of all their numbers, and that along the vectors.
 
-        ``number`` is the step's, ``outer`` are the coordinates of the vectors. With ``own_axis``, no other step shares
-        the axis.
+        ``outer`` are the coordinates of the vectors. With ``own_axis``, no other step shares the axis.
         """
         outer_axes = tuple(sorted({a for p in outer for a in p.axes}, key=lambda a: a.number))
         length = operand.length

@@ -86,7 +86,7 @@ class Place:
 
     def times(self, factor: int) -> Place:
         """Return the product with a number that is not negative."""
-        return Place(self.constant * factor, _ordered({axis: own * factor for axis, own in self.terms}))
+        return Place(self.constant * factor, _ordered({axis: coefficient * factor for axis, coefficient in self.terms}))
 
     def replaced(self, axis: Axis, by: Place) -> Place:
         """Return it with ``by`` in the place of an axis."""
@@ -115,10 +115,8 @@ def place_of(offset: int, strides: Sequence[int], coordinates: Sequence[Place]) 
 def located(place: Place, offset: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[Place, ...] | None:
     """Return the coordinates of the numbers at ``place`` among those at ``offset + sum(coordinate * stride)``.
 
-    There is one per axis of ``shape``; or None if none of the numbers is among these.
-
-    Raises:
-        SplitError, CutError: some are, or the coordinates are no sums over the axes.
+    There is one per axis of ``shape``; None if none of the numbers is among these. Raises SplitError or CutError if
+    some are, or if the coordinates are no sums over the axes.
     """
     if 0 in shape:
         return None
@@ -152,7 +150,6 @@ def _divided(place: Place, by: int) -> tuple[Place, Place]:
 
 
 def _expect_below(place: Place, bound: int) -> None:
-    """Raise if some values are below ``bound`` and others are not."""
     if place.constant < bound <= place.largest:
         axis, factor = _steepest(place)
         raise CutError(axis, max(1, min(axis.size - 1, -((place.constant - bound) // factor))))

@@ -2,8 +2,7 @@
 
 Each program computes one row, or a part of it: the numbers that the fusion stores fall into *units*, and a unit that
 needs no sum over a whole row is divided into parts of an axis. Values that two units need are computed by both. The
-order of every sum is that of the compiled kernel, to which no number of rows is passed, so a row's bits depend on that
-row alone.
+compiled kernel, to which no number of rows is passed, orders every sum, so a row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ class _Unit:
 
 
 def row_kernel(plan: Plan, fusion: RowFusion) -> RowKernel:
-    """Return the kernel of a fusion.
-
-    Raises:
-        NotEmittableError: a step of the fusion must read memory that the fusion has written; see ``launches.halves``.
-    """
+    """Return the kernel of a fusion; NotEmittableError if a step reads what it has written (``launches.halves``)."""
     row_sizes = row_sizes_of(plan, fusion)
     pointers = Pointers()
     body = ""

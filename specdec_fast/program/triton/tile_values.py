@@ -35,16 +35,10 @@ class TileNames:
 
 
 class TileValues(Values):
-    """The code for numbers of a tile.
+    """The code for numbers of a tile; ``steps``, ``pointers`` and ``row_sizes`` as those of ``RowCode``.
 
-    Args:
-        steps, pointers, row_sizes: as those of ``RowCode``.
-        axis: the only axis.
-        names: of the tile.
-        registers: names of ``[rows, part]`` that the kernel has computed, by buffer and by their offset in its row.
-
-    Attributes:
-        loaded: buffers that the code reads from memory.
+    ``axis`` is the only axis, ``names`` those of the tile. ``registers`` names what the kernel has computed, each
+    ``[rows, part]``, by buffer and by their offset in its row.
     """
 
     def __init__(
@@ -57,14 +51,14 @@ class TileValues(Values):
         registers: Mapping[tuple[int, int], str] | None = None,
     ) -> None:
         super().__init__(steps, pointers, row_sizes)
-        self.own = axis
+        self.only_axis = axis
         self.names = names
         self._registers = registers or {}
-        self.loaded: set[int] = set()
+        self.loaded: set[int] = set()  # buffers that the code reads from memory
         self.share(axis)
 
     def axis(self, axis: Axis, among: tuple[Axis, ...]) -> str:
-        if axis is not self.own:
+        if axis is not self.only_axis:
             raise NotEmittableError(-1, "a number depends on an axis that the tile does not have")
         return self.names.part
 
@@ -72,9 +66,9 @@ class TileValues(Values):
         """Return numbers in memory, or those that the kernel has computed, as fp32."""
         if isinstance(source, int) and any(source == buffer for buffer, _ in self._registers):
             name = self._registers.get((source, place.constant))
-            if name is None or place.terms != ((self.own, 1),):
+            if name is None or place.terms != ((self.only_axis, 1),):
                 raise NotEmittableError(-1, "a linear's outputs are read in another order")
-            return Expression(name, (self.own,))
+            return Expression(name, (self.only_axis,))
         if isinstance(source, int):
             self.loaded.add(source)
             return self.load_rows(source, place)
@@ -122,19 +116,18 @@ class WholeRows(TileValues):
         self._pieces = ", ".join(map(str, pieces))
 
     def load_rows(self, buffer: int, place: Place) -> Expression:
-        """Load them as ``linear_parts.load_rows`` does."""
         if not place.axes:
             return super().load_rows(buffer, place)
-        if place.terms != ((self.own, 1),):
+        if place.terms != ((self.only_axis, 1),):
             raise NotEmittableError(-1, "the numbers of a row do not lie next to each other")
         row_at = f"{self.names.row} * {self.row_sizes[buffer]}"
         pointer = f"{self.pointers.name(buffer)} + {place.constant}" if place.constant else self.pointers.name(buffer)
         return self.line(
-            f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.own,)
+            f"load_rows({pointer}, {row_at}, {self.names.row_mask}, {self._pieces}, WARP_SIZE)", (self.only_axis,)
         )
 
     def over(self, axis: Axis, how: str, value: Expression, axes: tuple[Axis, ...]) -> Expression:
-        if value.axes != (self.own,):
+        if value.axes != (self.only_axis,):
             raise NotEmittableError(-1, "a sum over numbers that repeat")
         text = value.text
         if axis.size % padded(axis):
@@ -144,25 +137,20 @@ class WholeRows(TileValues):
 
 
 class WithStatistics(TileValues):
-    """The code for numbers of a tile that depend on statistics of their rows.
+    """The code for numbers of a tile that depend on statistics of their rows, which ``whole`` computes.
 
-    Attributes:
-        whole: computes the statistics.
-        collected: what ``whole`` calls each statistic, by the name that this code gives it.
+    ``collected`` is what ``whole`` calls each statistic, by the name that this code gives it.
     """
 
     prefix = "y"
 
     def __init__(self, whole: WholeRows, names: TileNames) -> None:
-        super().__init__(whole.steps, whole.pointers, whole.row_sizes, whole.own, names)
+        super().__init__(whole.steps, whole.pointers, whole.row_sizes, whole.only_axis, names)
         self._whole = whole
         self.collected: dict[str, str] = {}
 
     def load_constant(self, source: Tensor, place: Place) -> Expression:
-        """Load them for every row.
-
-        Of a load of one row a thread would have two bytes at most, which the compiler does not load ahead in a loop.
-        """
+        """Load them for every row: of one row a thread would have two bytes at most, which no compiler loads ahead."""
         if not place.axes:
             return super().load_constant(source, place)
         index = self.index(place)

@@ -14,8 +14,8 @@ from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.graphs.buckets import Bucket, size_of
 from specdec_fast.runner.graphs.inputs import Inputs
-from specdec_fast.runner.graphs.sides import ChainParts, chain_loop
-from specdec_fast.runner.graphs.store import GraphStore, Recipe
+from specdec_fast.runner.graphs.phases import ChainParts, chain_loop
+from specdec_fast.runner.graphs.store import GraphSpec, GraphStore
 
 
 class _Kind(NamedTuple):
@@ -60,12 +60,12 @@ class ChainGraphs(GraphStore):
             return None
         kind = _Kind(bucket, bool(sampling))
 
-        def recipe() -> Recipe:
+        def spec() -> GraphSpec:
             inputs = Inputs(bucket, pool.page_size, pool.layout.device)
             own = features.new_zeros(bucket.num_rows, *features.shape[1:])
             rules = inputs.sampling if kind.samples else None
-            size = (num_forwards, pool.page_size)
-            return Recipe(inputs, own, partial(chain_loop, parts, inputs, own, rules, size))
+            run = partial(chain_loop, parts, inputs, own, rules, num_forwards, pool.page_size)
+            return GraphSpec(inputs, own, run)
 
         def fill(inputs: Inputs, own: Tensor | None) -> None:
             inputs.send(layout, token_ids, sampling, is_verified=False)
@@ -73,7 +73,7 @@ class ChainGraphs(GraphStore):
             own[: len(features)].copy_(features)
             own[len(features) :].zero_()
 
-        graph = self._graph(kind, pool, recipe, fill)
+        graph = self._graph(kind, pool, spec, fill)
         if graph is None:
             return None
         graph.captured.replay()

@@ -4,8 +4,8 @@ A forward of few rows is a thousand small kernels, and the host takes longer to 
 graph is launched in one piece, but only on the shapes and addresses with which it was recorded. So rows, sequences and
 pages are rounded up to a *bucket*, and every bucket has *inputs* of its own, into which a batch is copied.
 
-A side of a step is one graph: a verification with the target's choices and what it accepts, or a drafting loop with its
-forwards and choices, greedy or sampled. A forward that is neither has a graph of the forward alone.
+A phase of a step is one graph: a verification with the target's choices and what it accepts, or a drafting loop with
+its forwards and choices, greedy or sampled. A forward that is neither has a graph of the forward alone.
 
 The numbers that a launch takes from a batch (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds. They add
 programs to a grid that find nothing to do; no row's bits depend on them. If a batch is larger than any bucket, the
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import Joined
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -32,8 +31,9 @@ from specdec_fast.model_watch import Watch, hooked_class
 from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, Limits, size_of
 from specdec_fast.runner.graphs.capture import Capture, Run
 from specdec_fast.runner.graphs.inputs import Inputs
-from specdec_fast.runner.graphs.sides import Choices, drafting_loop, verification
-from specdec_fast.runner.graphs.store import GraphStore, Recipe, Recorded
+from specdec_fast.runner.graphs.phases import Choices, drafting_loop, verification
+from specdec_fast.runner.graphs.store import GraphSpec, GraphStore, Recorded
+from specdec_fast.trees.rows import TreeRows
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 
@@ -42,7 +42,7 @@ class _Kind(NamedTuple):
     """What a graph computes on the inputs of a bucket."""
 
     bucket: Bucket
-    side: str  # "forward", "verify" or "draft"
+    phase: str  # "forward", "verify" or "draft"
     num_forwards: int = 1
     vocab_size: int = 0  # of the ids that are drafted
     samples: bool = False
@@ -190,21 +190,21 @@ class Graphs(GraphStore):
     ) -> Recorded | None:
         """Return the graph of a kind with its inputs filled, or None; ``hidden_states`` are like those it writes."""
 
-        def recipe() -> Recipe:
+        def spec() -> GraphSpec:
             inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device, kind.has_trees)
             own = None
             if hidden_states is not None:
                 own = hidden_states.new_empty(len(inputs.batch.token_ids), *hidden_states.shape[1:])
-            return Recipe(inputs, own, self._run_of(kind, inputs, pool, own))
+            return GraphSpec(inputs, own, self._run_of(kind, inputs, pool, own))
 
-        return self._graph(kind, pool, recipe, lambda inputs, _: fill(inputs))
+        return self._graph(kind, pool, spec, lambda inputs, _: fill(inputs))
 
     def _run_of(self, kind: _Kind, inputs: Inputs, pool: PagePool, hidden_states: Tensor | None) -> Run:
         """Return the call that is recorded."""
         sampling = inputs.sampling if kind.samples else None
-        if kind.side == "forward":
+        if kind.phase == "forward":
             return lambda: (self._forward(inputs.batch, pool, None, hidden_states),)
-        if kind.side == "verify":
+        if kind.phase == "verify":
 
             def forward(batch: RaggedBatch) -> Tensor:
                 return self._forward(batch, pool, None, hidden_states)
@@ -217,7 +217,7 @@ class Graphs(GraphStore):
         def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
             return self._choices.choose(logits, kind.vocab_size, sampling, fed, one_each)
 
-        return partial(drafting_loop, last_logits, inputs, sampling, choose, (kind.num_forwards, pool.page_size))
+        return partial(drafting_loop, last_logits, inputs, sampling, choose, kind.num_forwards, pool.page_size)
 
 
 def _why_not(model: nn.Module) -> str | None:

@@ -3,7 +3,7 @@
 The rest of a bucket is rows of additional sequences on the scratch page, like the padding of a RowPadding. Every batch
 writes the whole bucket, so nothing is left of an earlier batch.
 
-A side of a step (a verification, or a drafting loop) is laid out on the host, straight into the arrays of its bucket,
+A phase of a step (a verification, or a drafting loop) is laid out on the host, straight into the arrays of its bucket,
 and sent in one transfer. A forward of another kind comes as a batch that is on the device already.
 """
 
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS, RaggedBatch
+from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
-from specdec_fast.batch.trees import TreeRows
 from specdec_fast.device_copy import PackedArrays, all_to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.runner.graphs.buckets import Bucket
+from specdec_fast.trees.rows import TREE_MASK_BITS, TreeRows
 
 # The columns of ``sampling_columns``. A row has a position, too, so the positions of choices have another name.
 _SAMPLING = {
@@ -185,7 +185,7 @@ class Inputs:
         is_verified: bool,
         trees: TreeRows | None = None,
     ) -> None:
-        """Write a side of a step into the bucket's arrays, fill the rest of the bucket, and copy them to the device.
+        """Write a phase of a step into the bucket's arrays, fill the rest of the bucket, and copy them to the device.
 
         Args:
             layout: of the (first) forward.

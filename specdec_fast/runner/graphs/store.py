@@ -16,7 +16,7 @@ from specdec_fast.runner.graphs.inputs import Inputs
 MOST_GRAPHS = 64  # per store; a graph of a large model holds some megabytes besides its logits
 
 
-class Recipe(NamedTuple):
+class GraphSpec(NamedTuple):
     """What a graph reads and computes.
 
     Attributes:
@@ -90,7 +90,7 @@ class GraphStore:
         self,
         kind: Hashable,
         pool: PagePool,
-        prepare: Callable[[], Recipe],
+        prepare: Callable[[], GraphSpec],
         fill: Callable[[Inputs, Tensor | None], None],
     ) -> Recorded | None:
         """Return the graph of a kind with its inputs filled, recorded now if it is asked for again; or None."""
@@ -108,7 +108,7 @@ class GraphStore:
         return graph
 
     def _recorded(
-        self, prepare: Callable[[], Recipe], fill: Callable[[Inputs, Tensor | None], None]
+        self, prepare: Callable[[], GraphSpec], fill: Callable[[Inputs, Tensor | None], None]
     ) -> Recorded | None:
         """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
         if len(self._graphs) == MOST_GRAPHS:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 import specdec_fast as sd
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import DrafterContext, StepResult, make_drafter
+from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.clover.drafter import CloverDrafter
-from specdec_fast.drafters.clover.model import output_layer
 from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
 from support.clover import HIDDEN, augmented, behind, logits_of, random_clover, write_clover
+from support.compared_trees import ComparedTrees
 from support.lazy_signs import with_lazy_weights
 from support.models import VOCAB_SIZE, tiny_model
 
@@ -40,37 +37,14 @@ def load(target, folder, **config):
     return CloverDrafter(DrafterContext(target, EngineConfig(**config)), str(folder))
 
 
-class Compared:
-    """Wraps ``propose_trees`` of a drafter: compares every tree with the formulas."""
-
+class Compared(ComparedTrees):
     def __init__(self, drafter, model, weights):
-        self.drafter, self.model, self.weights = drafter, model, weights
-        self.propose, self.num_trees, self.num_empty = drafter.propose_trees, 0, 0
-        drafter.propose_trees = self
-
-    @torch.no_grad()
-    def __call__(self, sequences, limits, node_limits):
-        draft = self.propose(sequences, limits, node_limits)
-        draft.check(limits, node_limits)
-        counts = draft.num_draft_tokens
-        parents = torch.zeros(0, dtype=torch.int32) if draft.parents is None else draft.parents
-        trees = zip(draft.token_ids.split(counts), parents.split(counts), strict=True)
-        for s, limit, num_nodes, (tokens, own) in zip(sequences, limits, node_limits, trees, strict=True):
-            if limit == 0 or s.length == 1:
-                assert len(tokens) == 0
-                self.num_empty += 1
-                continue
-            shape = self.drafter.tree.within(limit, num_nodes)
-            assert own.tolist() == shape.parents
-            self.num_trees += 1
-            self.compare(s, tokens.tolist(), shape)
-        return draft
+        super().__init__(drafter, model)
+        self.weights = weights
 
     def compare(self, s, tokens, shape):
-        """Compare scores instead of ids: rounding may exchange two that are equal but for it."""
         output = self.model.get_output_embeddings().weight
-        states = self.model(torch.tensor([s.token_ids[: s.length - 1]]), output_hidden_states=True).hidden_states
-        hidden = {-1: augmented(self.weights, states[-1][0])[-1]}  # of each node, without its own token
+        hidden = {-1: augmented(self.weights, self.states(s))[-1]}  # of each node, without its own token
         nodes = zip(tokens, shape.depths, shape.ranks, shape.parents, strict=True)
         for node, (token, depth, rank, parent) in enumerate(nodes):
             last = s.token_ids[-1] if parent == -1 else tokens[parent]
@@ -105,7 +79,7 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
         output.raise_for_error()
     assert compared.num_trees > 25
     assert compared.num_empty > 0, "a prompt of one token has no hidden state at first"
-    assert not engine.drafter._states, "released sequences leave nothing behind"
+    assert engine.drafter.num_admitted == 0, "released sequences leave nothing behind"
     assert engine.drafter.pool.is_vacant
 
 
@@ -116,97 +90,6 @@ def test_a_shared_output_layer_has_the_sign_that_it_shows(model, folder):
     for output in engine.generate(PROMPTS[:4], PARAMS[:4]):
         output.raise_for_error()
     assert compared.num_trees > 5
-
-
-class Course:
-    """Decodes sequences as the engine does, with tokens and acceptances that a seed decides."""
-
-    def __init__(self, target, model, folder, **config):
-        self.model, self.rng = model, random.Random(0)
-        self.drafter = load(target, folder, draft_tree=TREE, **config)
-        self.drafter.prepare(2000, 16)
-        for pages in self.drafter.pool.layers[0]:
-            pages.fill_(torch.nan)  # an entry that was never written must not be read
-        self.compared = Compared(self.drafter, model, random_clover())
-
-    def prefill(self, lengths):
-        self.sequences = []
-        for i, length in enumerate(lengths):
-            token_ids = [self.rng.randrange(VOCAB_SIZE) for _ in range(length)]
-            self.sequences.append(Sequence(i, token_ids, length, length + 90, PARAMS[i], frozenset(), seed=7 * i))
-        self.drafter.admit(self.sequences)
-        positions = [range(s.length - 1) for s in self.sequences]
-        features = torch.cat([self.features(s.token_ids)[:-1] for s in self.sequences])
-        self.drafter.observe(self.sequences, positions, features)
-        features.fill_(torch.nan)  # the memory belongs to the next forward
-
-    @torch.no_grad()
-    def features(self, token_ids):
-        return self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[-1][0][:, None]
-
-    def step(self, limit):
-        """Draft, and accept the first path as far as the seed says; rows of the forward stand in tree order."""
-        limits = [self.rng.randint(0, limit) for _ in self.sequences]
-        trees = [[] for _ in self.sequences]
-        if any(limits):
-            draft = self.drafter.propose_trees(self.sequences, limits, [9 if n else 0 for n in limits])
-            trees = [part.tolist() for part in draft.token_ids.split(draft.num_draft_tokens)]
-        rows, first, accepted = [], 0, []
-        for s, tree, depth in zip(self.sequences, trees, limits, strict=True):
-            count = self.rng.randint(0, min(depth, len(tree)))  # the first path stands first
-            features = self.features([*s.token_ids, *tree[:count]])[s.length - 1 :]
-            rows.append(torch.cat([features, features.new_full((len(tree) - count, 1, HIDDEN), torch.nan)]))
-            accepted.append(list(range(first, first + count + 1)))
-            first += len(tree) + 1
-            s.token_ids.extend([*tree[:count], self.rng.randrange(VOCAB_SIZE)])
-        self.drafter.commit(self.sequences, StepResult(accepted, torch.cat(rows)))
-
-
-def test_features_wait_while_nothing_is_drafted(target, model, folder, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED", 8)
-    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0)
-    course = Course(target, model, folder)
-    course.prefill((5, 2, 9))
-    course.step(3)
-    for _ in range(12):
-        course.step(0)
-        assert sum(state.num_queued for state in course.drafter._states.values()) <= 3 * 8
-    assert all(state.kv_length for state in course.drafter._states.values())
-    for _ in range(3):
-        course.step(3)
-    assert course.compared.num_trees > 5
-    course.drafter.grow(4000)
-    course.step(3)
-
-
-def test_forwards_have_as_many_rows_as_the_memory_plan_counts(target, model, folder, monkeypatch):
-    course, num_rows = Course(target, model, folder), []
-    course.drafter.limit_prefill(8)
-    first = course.drafter._heads[0]
-
-    def counted(pool, batch, *args):
-        num_rows.append(len(batch.token_ids))
-        return first(pool, batch, *args)
-
-    monkeypatch.setattr(course.drafter, "_heads", [counted, *course.drafter._heads[1:]])
-    course.prefill((40, 3, 18))
-    for _ in range(12):
-        course.step(0)
-    course.step(3)
-    assert course.compared.num_trees
-    assert max(num_rows) <= 8
-
-
-def test_a_sequence_without_all_its_features_gets_no_draft(target, model, folder):
-    course = Course(target, model, folder)
-    course.prefill((6, 6))
-    course.drafter.release(course.sequences[1])
-    course.drafter.admit(course.sequences[1:])  # memory ran out: it was admitted again, but not prefilled
-    draft = course.compared.propose(course.sequences, [3, 3], [4, 4])
-    assert draft.num_draft_tokens == [4, 0]
-    for sequence in course.sequences:
-        course.drafter.release(sequence)
-    assert course.drafter.pool.is_vacant
 
 
 def test_which_tree_is_drafted(tmp_path, target, folder, monkeypatch):
@@ -224,16 +107,14 @@ def test_which_tree_is_drafted(tmp_path, target, folder, monkeypatch):
     assert load(target, own).tree.choices == [(0,), (0, 0)], "a target that verifies no trees gets a chain"
 
 
-def test_nan_features_give_different_siblings(target, model, folder):
-    course = Course(target, model, folder)
-    course.prefill((5, 5))
-    for state in course.drafter._states.values():
-        kept, _, stop = state.queued[-1]
-        with torch.inference_mode():
-            kept.hidden_states[stop - 1] = torch.nan
-    for i in (0, 1):
-        group = course.sequences[i : i + 1]
-        course.compared.propose(group, [3], [10]).check([3], [10])
+def test_nan_features_give_different_siblings(target, folder):
+    drafter = load(target, folder, draft_tree=TREE)
+    drafter.prepare(200, 16)
+    sequences = [Sequence(i, [1] * 5, 5, 90, PARAMS[i], frozenset(), seed=7 * i) for i in range(2)]
+    drafter.admit(sequences)
+    drafter.observe(sequences, [range(4)] * 2, torch.full((8, 1, HIDDEN), torch.nan))
+    for sequence in sequences:
+        drafter.propose_trees([sequence], [3], [10]).check([3], [10])
 
 
 def test_memory_counts_the_targets_output_layer_once(target, model, folder):
@@ -281,8 +162,11 @@ def test_other_folders_and_targets_are_refused(tmp_path, target, folder):
     with pytest.raises(sd.ConfigError, match="expected the folder of a Clover drafter"):
         load(target, tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(sd.ConfigError, match=r"cannot read the weights in .*model\.safetensors"):
+    with pytest.raises(sd.ConfigError, match=r"has no weights; expected one of .*model\.safetensors"):
         load(target, folder)
-    quantised = SimpleNamespace(get_output_embeddings=lambda: nn.Embedding(4, 5))
+
+
+def test_a_target_without_a_linear_output_layer_is_refused(target, model, folder, monkeypatch):
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: nn.Embedding(4, 5))
     with pytest.raises(sd.ConfigError, match="is a Embedding; Clover's heads share a linear layer"):
-        output_layer(quantised)
+        load(target, folder)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import traceback
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,24 +14,12 @@ from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DrafterContext, make_draf
 from specdec_fast.drafters.eagle3.checkpoint import is_eagle3, read_config
 from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.drafters.eagle3.model import load_eagle3
-from specdec_fast.drafters.shared.checkpoint.weights import read_tensors
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.eagle3 import FORMATS, HIDDEN, write_checkpoint
 from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model
 
 OPTIONS = {"draft_vocab_size": 30, "norm_before_residual": True, "fc_norm": True, "norm_output": True, "num_layers": 2}
-
-
-def tensors_of(value):
-    """Every tensor of a loaded drafter, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in tensors_of(v)]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_of(v)]
-    return tensors_of(vars(value)) if type(value).__name__ in ("Eagle3Model", "_Layer", "AttentionParams") else []
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -44,8 +29,8 @@ def test_every_format_loads_alike(tmp_path, model, target, kind, shards):
     write_checkpoint(tmp_path / "other", model, kind, (1, 2, 3), **OPTIONS, shards=shards)
     one, other = (load_eagle3(tmp_path / name, target) for name in ("one", "other"))
     assert one.taps == other.taps == (1, 2, 3), "ids count from 1 in one format, and from 0 in the others"
-    assert len(tensors_of(one)) == len(tensors_of(other)) > 20
-    assert all(map(torch.equal, tensors_of(one), tensors_of(other)))
+    assert len(one.weights()) == len(other.weights()) > 20
+    assert all(map(torch.equal, one.weights(), other.weights()))
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
     assert [getattr(one.config, name) for name in flags] == [getattr(other.config, name) for name in flags]
     assert other.target_ids.tolist() == (torch.arange(30) + load_weights(tmp_path / "one")["d2t"]).tolist()
@@ -60,7 +45,7 @@ def test_weights_get_the_targets_dtype(tmp_path):
     target = RaggedModel(model, resolve(torch.device("cpu")))
     write_checkpoint(tmp_path, model)
     loaded = load_eagle3(tmp_path, target)
-    assert {t.dtype for t in tensors_of(loaded)} == {torch.bfloat16}
+    assert {t.dtype for t in loaded.weights()} == {torch.bfloat16}
     assert loaded.layout.dtype == torch.bfloat16
 
 
@@ -68,8 +53,8 @@ def test_the_targets_embedding_is_shared(tmp_path, monkeypatch):
     model = type(tiny_model("llama"))(type(tiny_model("llama").config)(**TINY_GROUPED | {"hidden_size": HIDDEN})).eval()
     target = RaggedModel(model, resolve(torch.device("cpu")))
     write_checkpoint(tmp_path, model, shares_embedding=True)
-    loaded = load_eagle3(tmp_path, target)
-    assert loaded._embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    embedding = model.get_input_embeddings().weight.data_ptr()
+    assert embedding in {weight.data_ptr() for weight in load_eagle3(tmp_path, target).weights()}
 
 
 def test_default_taps_and_other_ones(tmp_path, model, target):
@@ -155,7 +140,7 @@ WEIGHTS = {
     "no map": ({"d2t": None}, "lacks the weights d2t"),
     "unknown": ({"midlayer__mlp__router__weight": torch.ones(2)}, "layers.0.mlp.router.weight"),
     "shape": ({"norm__weight": torch.ones(5)}, r"norm.weight has the shape \[5\]; expected \[24\]"),
-    "another width": ({"embed_tokens__weight": None}, "no embed_tokens, and the target's embedding is 32 wide"),
+    "another width": ({"embed_tokens__weight": None}, r"no embed_tokens, and the target's is \[\d+, 32\]"),
     "id twice": ({"d2t": -torch.arange(30)}, "d2t maps 30 draft ids to 1 ids"),
     "id outside": ({"d2t": torch.full((30,), 90)}, "d2t"),
     "maps differ": ({"t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool)}, "t2d and d2t"),
@@ -183,47 +168,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, model, target):
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(sd.ConfigError, match="cannot read the weights"):
         load_eagle3(tmp_path, target)
-
-
-def test_code_in_a_bin_file_does_not_run(tmp_path, model, target):
-    write_checkpoint(tmp_path, model, "raw")
-    torch.save(SimpleNamespace(harmful=print), tmp_path / "pytorch_model.bin")
-    message = "cannot read the weights .*it holds types.SimpleNamespace, and only tensors are read"
-    with pytest.raises(sd.ConfigError, match=message) as raised:
-        load_eagle3(tmp_path, target)
-    shown = "".join(traceback.format_exception(raised.value))
-    assert "weights_only` set to `False`" not in shown, "PyTorch's advice to run the code"
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize(
-    "stored",
-    [pickle.dumps({"fc.weight": 1}), b"", b"damaged", pickle.dumps({"fc.weight": 1})[:9]],
-    ids=["plain pickle", "empty", "damaged", "cut"],
-)
-def test_bytes_that_are_no_weights(tmp_path, stored):
-    path = tmp_path / "weights.bin"
-    path.write_bytes(stored)
-    with pytest.raises(sd.ConfigError, match=r"cannot read the weights in .*weights\.bin': \w") as raised:
-        read_tensors(path)
-    assert "weights_only" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("stored", "message"),
-    [
-        ({"fc.weight": torch.eye(2).to_sparse()}, "fc.weight is no dense tensor with memory"),
-        ({"fc.weight": torch.eye(2, device="meta")}, "fc.weight is no dense tensor with memory"),
-        ({"fc.weight": 1.0}, "fc.weight is no dense tensor with memory"),
-        ({1: torch.eye(2)}, "holds a dict; expected tensors by name"),
-        ([torch.eye(2)], "holds a list; expected tensors by name"),
-    ],
-    ids=["sparse", "meta", "number", "number as name", "list"],
-)
-def test_weights_that_are_no_tensors_by_name(tmp_path, stored, message):
-    torch.save(stored, tmp_path / "weights.bin")
-    with pytest.raises(sd.ConfigError, match=message):
-        read_tensors(tmp_path / "weights.bin")
 
 
 def test_buffers_of_other_tools_are_ignored(tmp_path, model, target):

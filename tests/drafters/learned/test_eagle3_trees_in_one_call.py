@@ -7,8 +7,9 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
-from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
+from specdec_fast.runner.row_module import RowModule
 from support.eagle3 import write_checkpoint
+from support.grids import combinations
 from support.programs import needs_programs
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 1, 4, 1, 5]]
@@ -32,7 +33,7 @@ SETTINGS = {
 }
 
 
-def drafts_of(model, folder, params, **settings):
+def drafts_of(model, folder, params, in_one_call=True, **settings):
     """Return the outputs of an engine, and every draft of trees."""
     engine, drafts = sd.Engine(model, folder, num_draft_tokens=4, max_batch_size=3, **settings), []
     propose = engine.core.drafter.propose_trees
@@ -42,20 +43,20 @@ def drafts_of(model, folder, params, **settings):
         return drafts[-1]
 
     engine.core.drafter.propose_trees = recorded
+    engine.core.drafter.drafts_in_one_call &= in_one_call
     outputs = engine.generate(PROMPTS, [sd.SamplingParams(max_new_tokens=n + 9, **p) for n, p in enumerate(params)])
     return [output.raise_for_error().token_ids for output in outputs], drafts
 
 
 @needs_programs
-@pytest.mark.parametrize("tree", [1, 3, 24, STATIC], ids=["1", "3", "24", "static"])
-@pytest.mark.parametrize("own_ids", [None, 40], ids=["target's ids", "own ids"])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_program_drafts_the_trees_of_pytorch(monkeypatch, tmp_path, model, tree, own_ids, settings):
+@combinations(
+    tree={"1": 1, "3": 3, "24": 24, "static": STATIC}, own_ids={"target's ids": None, "own ids": 40}, settings=SETTINGS
+)
+def test_a_program_drafts_the_trees_of_pytorch(tmp_path, model, tree, own_ids, settings):
     write_checkpoint(tmp_path, model, draft_vocab_size=own_ids)
     params = [settings[i % len(settings)] | {"seed": i} for i in range(len(PROMPTS))]
     found, drafts = drafts_of(model, str(tmp_path), params, draft_tree=tree)
-    monkeypatch.setattr(Eagle3Drafter, "_drafts_in_one_call", lambda self, sequences: False)
-    expected, expected_drafts = drafts_of(model, str(tmp_path), params, draft_tree=tree)
+    expected, expected_drafts = drafts_of(model, str(tmp_path), params, in_one_call=False, draft_tree=tree)
     assert found == expected
     assert len(drafts) == len(expected_drafts)
     for own, other in zip(drafts, expected_drafts, strict=True):
@@ -70,13 +71,12 @@ def test_a_program_drafts_the_trees_of_pytorch(monkeypatch, tmp_path, model, tre
 
 @needs_programs
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_vocabulary_of_many_blocks_is_ranked_alike(monkeypatch, settings):
+def test_a_vocabulary_of_many_blocks_is_ranked_alike(settings):
     pair = demo_pair()
     params = [settings[i % len(settings)] | {"seed": i} for i in range(len(PROMPTS))]
     models = str(pair / "target"), f"eagle3:{pair / 'eagle3'}", params
     found, drafts = drafts_of(*models, draft_tree=16, dtype=torch.float32)
-    monkeypatch.setattr(Eagle3Drafter, "_drafts_in_one_call", lambda self, sequences: False)
-    expected, expected_drafts = drafts_of(*models, draft_tree=16, dtype=torch.float32)
+    expected, expected_drafts = drafts_of(*models, in_one_call=False, draft_tree=16, dtype=torch.float32)
     assert found == expected
     assert [draft.token_ids.tolist() for draft in drafts] == [draft.token_ids.tolist() for draft in expected_drafts]
 
@@ -91,7 +91,9 @@ def test_rows_without_numbers_get_no_children(tmp_path, model, temperatures, enf
     engine = sd.Engine(model, str(tmp_path), num_draft_tokens=4, draft_tree=6, enforce_eager=enforce_eager)
     assert (engine.core.drafter.rows.program is None) == enforce_eager
     with torch.inference_mode():
-        engine.core.drafter.model._head.fill_(float("nan"))  # the program reads it in place
+        for weight in engine.core.drafter.weights():  # the program reads them in place
+            if weight.is_floating_point():
+                weight.fill_(float("nan"))
     outputs = engine.generate(PROMPTS, [sd.SamplingParams(max_new_tokens=n + 9, **p) for n, p in enumerate(params)])
     assert [output.raise_for_error().token_ids for output in outputs] == expected
     assert engine.last_run.decoding.num_draft_tokens == 0
@@ -102,7 +104,7 @@ def test_a_repetition_penalty_is_ranked_by_pytorch(monkeypatch, tmp_path, model)
     write_checkpoint(tmp_path, model)
     params = [{"repetition_penalty": 1.3}] * len(PROMPTS)
     calls = []
-    monkeypatch.setattr(Eagle3Drafter, "_trees_of_program", lambda self, *args: calls.append(args))
+    monkeypatch.setattr(RowModule, "draft_trees", lambda self, *args: calls.append(args))
     _, drafts = drafts_of(model, str(tmp_path), params, draft_tree=6)
     assert not calls
     assert any(sum(draft.num_draft_tokens) for draft in drafts)

@@ -13,6 +13,7 @@ from specdec_fast.drafters import DrafterContext, make_drafter
 from specdec_fast.drafters.medusa.drafter import MedusaDrafter
 from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
+from support.compared_trees import ComparedTrees
 from support.medusa import FORMATS, logits_by_formula, named, random_heads, write_heads
 from support.models import VOCAB_SIZE
 
@@ -28,49 +29,29 @@ def load(target, folder, **config):
         return MedusaDrafter(DrafterContext(target, EngineConfig(**config)), str(folder))
 
 
-class Compared:
-    """Wraps ``propose_trees`` of an engine's drafter: compares every tree with the formula."""
-
+class Compared(ComparedTrees):
     def __init__(self, engine, model, heads, token_map=None):
-        self.drafter, self.model, self.heads, self.token_map = engine.core.drafter, model, heads, token_map
-        self.propose, self.num_trees, self.num_empty = self.drafter.propose_trees, 0, 0
-        self.drafter.propose_trees = self
+        super().__init__(engine.core.drafter, model)
+        self.heads, self.token_map = heads, token_map
 
-    def __call__(self, sequences, limits, node_limits):
-        draft = self.propose(sequences, limits, node_limits)
-        draft.check(limits, node_limits)
-        counts = draft.num_draft_tokens
-        parents = torch.zeros(0, dtype=torch.int32) if draft.parents is None else draft.parents
-        trees = zip(draft.token_ids.split(counts), parents.split(counts), strict=True)
-        for s, limit, num_nodes, (tokens, own) in zip(sequences, limits, node_limits, trees, strict=True):
-            if limit == 0 or s.length == 1:
-                assert len(tokens) == 0
-                self.num_empty += 1
-                continue
-            shape = self.drafter.tree.within(limit, num_nodes)
-            assert own.tolist() == shape.parents
-            self.num_trees += 1
-            by_depth = self.scores(s)
-            for token, depth, rank in zip(tokens.tolist(), shape.depths, shape.ranks, strict=True):
-                # Scores instead of ids: rounding may exchange two that are equal but for it.
-                expected = by_depth[depth].sort(descending=True).values[rank]
-                torch.testing.assert_close(by_depth[depth][token], expected, rtol=1e-4, atol=1e-4)
-        return draft
+    def compare(self, s, tokens, shape):
+        by_depth = self.scores(s)
+        for token, depth, rank in zip(tokens, shape.depths, shape.ranks, strict=True):
+            expected = by_depth[depth].sort(descending=True).values[rank]
+            torch.testing.assert_close(by_depth[depth][token], expected, rtol=1e-4, atol=1e-4)
 
-    @torch.no_grad()
     def scores(self, s):
         """What each head's tokens are ranked by, ``[V]`` per depth."""
-        states = self.model(torch.tensor([s.token_ids[: s.length - 1]]), output_hidden_states=True).hidden_states
-        found = []
+        last, by_depth = self.states(s)[-1:], []
         for ahead, head in enumerate(self.heads):
-            scores = logits_by_formula(head, states[-1][0, -1:])[0].double()
+            scores = logits_by_formula(head, last)[0].double()
             if self.token_map is not None:
                 scores = scores.new_full((VOCAB_SIZE,), -torch.inf).index_copy(0, self.token_map, scores)
             if s.samples:
                 noise = gumbel_noise(VOCAB_SIZE, s.seed, s.length + ahead, scores.device)
                 scores = scores / s.params.temperature + noise
-            found.append(scores)
-        return found
+            by_depth.append(scores)
+        return by_depth
 
 
 @pytest.mark.parametrize(
@@ -91,7 +72,7 @@ def test_proposals_are_those_of_the_formula(tmp_path, model, num_blocks, config)
         output.raise_for_error()
     assert compared.num_trees > 25
     assert compared.num_empty > 0, "a prompt of one token has no hidden state at first"
-    assert not compared.drafter._hidden, "released sequences leave nothing behind"
+    assert compared.drafter.num_kept_rows == 0, "released sequences leave nothing behind"
 
 
 def test_a_smaller_vocabulary_is_mapped(tmp_path, model):
@@ -109,10 +90,6 @@ def test_a_smaller_vocabulary_is_mapped(tmp_path, model):
     assert drafted[0] == drafted[1] > 5
 
 
-def tensors(drafter):
-    return [drafter._target_ids, *drafter.weights()]
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_format_loads_alike(tmp_path, target, kind, bias):
@@ -120,10 +97,9 @@ def test_every_format_loads_alike(tmp_path, target, kind, bias):
     folder = write_heads(tmp_path, named(heads, kind), kind)
     drafter = make_drafter(str(folder), target, EngineConfig(), target.ops, None)
     assert isinstance(drafter, MedusaDrafter)
-    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
-    assert len(drafter._heads) == 4, "counted by the weights: config.json says 9"
-    for loaded, head in zip(drafter._heads, heads, strict=True):
-        torch.testing.assert_close(drafter._logits(loaded, hidden), logits_by_formula(head, hidden))
+    assert drafter.describe()["num_heads"] == 4, "counted by the weights: config.json says 9"
+    expected = [part for blocks, output in heads for part in (output, *(p for block in blocks for p in block))]
+    assert all(map(torch.equal, drafter.weights(), filter(torch.is_tensor, expected)))
     assert drafter.taps == ("final",)
     assert sum(weight.nbytes for weight in drafter.weights()) == sum(w.nbytes for w in named(heads, kind).values())
 
@@ -137,8 +113,8 @@ def test_one_output_layer_for_all_heads(tmp_path, target):
     weights["lm_head.weight"] = weights.pop("lm_heads.0.weight")
     write_heads(tmp_path / "other", weights, "vllm")
     for name in ("one", "other"):
-        drafter = load(target, tmp_path / name)
-        assert [torch.equal(head.output, heads[0][1]) for head in drafter._heads] == [True] * 3
+        weights = load(target, tmp_path / name).weights()
+        assert sum(torch.equal(weight, heads[0][1]) for weight in weights) == 3
 
 
 def without(name):

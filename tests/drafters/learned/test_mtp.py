@@ -13,10 +13,10 @@ from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.mtp.drafter import MtpDrafter
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
-from support.courses import Course, new_sequence
 from support.grids import each_value_once
 from support.models import VOCAB_SIZE
 from support.mtp import Case
+from support.simulated_engine import SimulatedEngine
 
 GREEDY = sd.SamplingParams(max_new_tokens=60)
 CASES = [("qwen2", "mimo"), ("qwen3", "qwen"), ("qwen3", "deepseek"), ("glm4_moe", "deepseek")]
@@ -29,15 +29,6 @@ KINDS = (
 )
 
 
-class FinalCourse(Course):
-    """A course of a drafter that reads the input of the output layer."""
-
-    @torch.no_grad()
-    def features(self, token_ids):
-        states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-        return states[-1][0][:, None].clone()
-
-
 def load(case, folder, **config):
     target = RaggedModel(case.target, resolve(torch.device("cpu")))
     return MtpDrafter(DrafterContext(target, EngineConfig(**config)), str(folder))
@@ -47,39 +38,18 @@ def load(case, folder, **config):
 def test_proposals_are_those_of_the_formulas(tmp_path, architecture, kind):
     case = Case(architecture)
     case.write(tmp_path, kind)
-    course = FinalCourse(case.target, load(case, tmp_path), case.drafted, seed=3)
-    sequences = [
-        new_sequence(i, length, params, course.rng)
-        for i, (length, params) in enumerate([(1, GREEDY), (2, KINDS[1]), (9, GREEDY), (23, KINDS[1])])
-    ]
-    course.prefill(sequences)
+    engine = SimulatedEngine(case.target, load(case, tmp_path), case.drafted, seed=3)
+    sequences = engine.new_sequences((1, 2, 9, 23), [GREEDY, KINDS[1]])
     for _ in range(4):
-        course.step(sequences, 4)
-    left = course.rng.sample(sequences, 2)
+        engine.step(sequences, 4)
+    left = engine.rng.sample(sequences, 2)
     for sequence in left:  # preempted: its pages go, and it comes back with more tokens
-        course.drafter.release(sequence)
-    course.prefill(left)
+        engine.drafter.release(sequence)
+    engine.prefill(left)
     for _ in range(2):
-        course.step(random.Random(1).sample(sequences, 3), 3)
-    assert course.num_proposed > 20
-    for sequence in sequences:
-        course.drafter.release(sequence)
-    assert course.drafter.pool.is_vacant
-
-
-def test_features_that_nobody_asked_for_are_computed_in_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED", 3)
-    monkeypatch.setattr("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 1)
-    case = Case("qwen3")
-    case.write(tmp_path, "deepseek")
-    course = FinalCourse(case.target, load(case, tmp_path, max_prefill_tokens=4), case.drafted)
-    sequences = [new_sequence(i, 7, GREEDY, course.rng) for i in range(2)]
-    course.prefill(sequences)
-    for _ in range(5):
-        course.step(sequences, 0)  # K is 0
-    assert max(course.drafter._num_queued(s) for s in sequences) <= 7
-    course.step(sequences, 3)
-    assert course.num_proposed > 0
+        engine.step(random.Random(1).sample(sequences, 3), 3)
+    assert engine.num_proposed > 20
+    engine.release(sequences)
 
 
 @each_value_once

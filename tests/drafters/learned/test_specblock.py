@@ -10,15 +10,15 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.batch.trees import rows_of_trees
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.ops.sampling import gumbel_noise
 from specdec_fast.request.sequence import Sequence
-from support.courses import features_of
+from specdec_fast.trees.rows import rows_of_trees
 from support.models import VOCAB_SIZE
+from support.simulated_engine import features_of
 from support.specblock import (
     TAPS,
     K,
@@ -27,6 +27,7 @@ from support.specblock import (
     visible,
     write_checkpoint,
 )
+from support.trees import paths_of, trees_of
 
 HAS_PROGRAMS = all_ops()["linear"].why_unavailable("cpp") is None
 
@@ -75,15 +76,11 @@ class Compared:
     def __call__(self, sequences, limits, node_limits):
         draft = self.propose(sequences, limits, node_limits)
         draft.check(limits, node_limits)
-        counts = draft.num_draft_tokens
-        trees = zip(draft.token_ids.split(counts), draft.parents.split(counts), strict=True)
-        for s, limit, num_nodes, (tokens, parents) in zip(sequences, limits, node_limits, trees, strict=True):
+        for s, limit, num_nodes, own in zip(sequences, limits, node_limits, trees_of(draft), strict=True):
+            paths = paths_of(*own)
             if limit == 0 or s.length == 1:
-                assert len(tokens) == 0
+                assert not paths
                 continue
-            paths = []
-            for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
-                paths.append((*(() if parent < 0 else paths[parent]), token))
             expected = self.candidates(s, limit, num_nodes)
             best = sorted(expected.values(), reverse=True)[:num_nodes]
             assert len(paths) == len(best)
@@ -178,7 +175,7 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     assert compared.num_trees >= 8
     assert compared.num_nodes > compared.num_trees
     assert compared.deepest <= config["num_draft_tokens"]
-    assert not compared.drafter._states, "released sequences leave nothing behind"
+    assert compared.drafter.num_admitted == 0, "released sequences leave nothing behind"
     assert compared.drafter.pool.is_vacant
 
 

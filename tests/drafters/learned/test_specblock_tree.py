@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from specdec_fast.drafters.specblock.tree import ROOT, BlockTree, Slot
+from specdec_fast.drafters.specblock.tree import BlockTree, Slot
+from specdec_fast.trees.parents import ROOT
 
 
 def test_the_best_nodes_are_kept_and_equal_ones_merged():
@@ -14,11 +15,11 @@ def test_the_best_nodes_are_kept_and_equal_ones_merged():
     tree = BlockTree(max_nodes=7, max_depth=6)
     tree.add_block(ROOT, [slot(1, 9), slot(2, 8), slot(3, 7), slot(4, 6)])
     expanded = tree.to_expand(10)
-    assert [(node.token_id, node.depth) for node in expanded[:3]] == [(1, 1), (2, 2), (9, 1)]
+    assert [(tree.token(node), tree.depth(node)) for node in expanded[:3]] == [(1, 1), (2, 2), (9, 1)]
     assert len(expanded) == 7
     # Behind token 1 a better informed block drafts 2 again, then 5.
-    tree.add_block(expanded[0].place, [slot(2, 8, confidence=0.99), slot(5, 3, confidence=0.99)])
-    tokens, parents = tree.nodes()
+    tree.add_block(expanded[0], [slot(2, 8, confidence=0.99), slot(5, 3, confidence=0.99)])
+    tokens, parents, _ = tree.nodes()
     assert len(tokens) == 7
     assert tokens[:3] == [1, 2, 5]
     assert parents[:3] == [-1, 0, 1]
@@ -33,9 +34,9 @@ def test_a_class_beyond_ends_branching_and_a_nan_ends_the_block():
 
     tree = BlockTree(max_nodes=50, max_depth=8)
     tree.add_block(ROOT, [slot(0), slot(3), slot(2), slot(2)])
-    _, parents = tree.nodes()
+    parents = tree.nodes().parents
     assert parents.count(-1) == 3, "the first slot branches in any case"
     assert len(parents) == 3 + 1 + 1 + 1
     tree = BlockTree(max_nodes=50, max_depth=8)
     tree.add_block(ROOT, [slot(0), slot(1, math.nan), slot(1)])
-    assert len(tree.nodes()[0]) == 3
+    assert len(tree.nodes().token_ids) == 3

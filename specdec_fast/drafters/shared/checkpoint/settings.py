@@ -48,40 +48,23 @@ _LARGEST_INTEGER = 2**31 - 1
 _LARGEST_NUMBER = 1e18  # what every integer and float of torch holds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """What ``config.json`` says of every drafter made of transformer layers.
+    """What ``config.json`` says of every drafter made of transformer layers."""
 
-    Attributes:
-        folder: where it was read.
-        layer: sizes of its layers, their number (``num_hidden_layers``) and rotary embedding; ``vocab_size`` is the
-            target's.
-        sliding_windows: per layer, the number of positions that a row sees; None: all.
-        draft_vocab_size: number of ids that it can propose.
-        target_hidden_size: width of one tap.
-        tap_layers: its taps, as ``Drafter.taps`` counts; None: the checkpoint names none.
-        verifiers: classes of the targets that it was made for; empty if the checkpoint does not say.
-
-    """
-
-    folder: Path
-    layer: LlamaConfig
-    sliding_windows: tuple[int | None, ...]
-    draft_vocab_size: int
-    target_hidden_size: int
-    tap_layers: tuple[int, ...] | None
-    verifiers: tuple[str, ...]
+    folder: Path  # where it was read
+    layer: LlamaConfig  # sizes of its layers, their number, and rotary embedding; vocab_size is the target's
+    sliding_windows: tuple[int | None, ...]  # per layer, the number of positions that a row sees; None: all
+    draft_vocab_size: int  # number of ids that it can propose
+    target_hidden_size: int  # width of one tap
+    tap_layers: tuple[int, ...] | None = None  # as Drafter.taps counts; None: the checkpoint names none
+    verifiers: tuple[str, ...] = ()  # classes of the targets that it was made for; empty: it does not say
 
 
 class Settings:
     """The entries of a ``config.json``, checked as they are read. A null is a missing entry.
 
     Its methods raise ``ConfigError`` for a wrong value; the message names the file, the entry and what it may be.
-
-    Args:
-        folder: where it was read, for messages.
-        entries: by name.
-
     """
 
     def __init__(self, folder: Path, entries: Mapping[str, Any]) -> None:
@@ -117,7 +100,8 @@ class Settings:
         return name in self.entries
 
     def __or__(self, other: Settings) -> Settings:
-        return Settings(self.folder, self.entries | other.entries)
+        given = {name: value for name, value in other.entries.items() if value is not None}
+        return Settings(self.folder, self.entries | given)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an entry unchecked, null too; ``default`` if there is none."""
@@ -159,7 +143,7 @@ class Settings:
         return tuple(value)
 
     def layer_ids(self, name: str) -> tuple[int, ...] | None:
-        """Return a list of integers, None where none is given."""
+        """Return a list of ids of layers, None where none is given."""
         value = self.get(name)
         if value is None:
             return None
@@ -174,17 +158,33 @@ class Settings:
     # The format of vLLM's speculators
 
     @property
-    def speculators_kind(self) -> Any:
-        """The kind of drafter, in the format of ``speculators``; None in other formats."""
-        return self.get(_KIND)
-
-    @property
     def is_speculators(self) -> bool:
         """Whether the format is that of ``speculators``."""
         return _KIND in self
 
+    @property
+    def speculators_kind(self) -> Any:
+        """The kind of drafter, in the format of ``speculators``; None in other formats."""
+        return self.get(_KIND)
+
+    def expect_speculators_kind(self, *kinds: str) -> None:
+        """Refuse a drafter of another kind in the format of ``speculators``."""
+        if self.is_speculators and self.speculators_kind not in kinds:
+            expected = ", ".join(map(repr, kinds))
+            raise ConfigError(f"{self.where} is a drafter of kind {self.speculators_kind!r}; expected {expected}.")
+
+    def tap_layers(self, *names: str) -> tuple[int, ...] | None:
+        """Return ``LayerConfig.tap_layers`` from the first of some entries that is given.
+
+        ``speculators`` counts taps as this library does. An id in other formats is that of the layer behind which a tap
+        is read: tap - 1.
+        """
+        name = next((name for name in names if self.get(name)), None)
+        ids = None if name is None else self.layer_ids(name)
+        return ids if ids is None or self.is_speculators else tuple(layer + 1 for layer in ids)
+
     def layer_settings(self) -> Settings:
-        """Return the entries that describe the drafter's layers; ``speculators`` has them in an object of their own."""
+        """Return the entries that describe the drafter's layers; ``speculators`` has a JSON object for them."""
         if not self.is_speculators:
             return self
         if not isinstance(self.get("transformer_layer_config"), dict):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 
 from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.models.hidden_states import checked_taps, default_taps
+from specdec_fast.ops.checks import stored
 from specdec_fast.runner.ragged_model import RaggedModel
 
 
 def check_whole(target: RaggedModel) -> None:
     """Raise ``ConfigError`` if a target is sharded: its hidden states are not given to drafters then."""
     if target.is_sharded:
-        raise ConfigError(f"{target.name} is sharded over processes, which no drafter fed by hidden states serves yet.")
+        raise ConfigError(
+            f"{target.name} is sharded over processes, which no drafter that reads its hidden states serves yet."
+        )
 
 
 def check_target(config: LayerConfig, target: RaggedModel) -> None:
@@ -21,7 +26,6 @@ def check_target(config: LayerConfig, target: RaggedModel) -> None:
 
     Raises:
         ConfigError, VocabularyMismatchError: it was made for another one, or the target is sharded.
-
     """
     where = repr(str(config.folder))
     name = type(target.model).__name__
@@ -41,13 +45,16 @@ def check_target(config: LayerConfig, target: RaggedModel) -> None:
         )
 
 
-def taps_of(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the taps that are passed, or those that the checkpoint names, or the default ones.
+def fitting_taps(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Check that a checkpoint was made for a target; return its taps.
+
+    They are ``tap_layers``, those that the checkpoint names, or else the default ones of EAGLE-3.
 
     Raises:
-        ConfigError: the target has no such taps.
-
+        ConfigError, VocabularyMismatchError: it was made for another target, or the target has no such taps, or is
+            sharded.
     """
+    check_target(config, target)
     try:
         taps = tap_layers or config.tap_layers or default_taps(target.layout.num_layers)
         return checked_taps(taps, target.layout.num_layers)  # type: ignore[return-value]
@@ -56,12 +63,22 @@ def taps_of(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int, ...
         raise ConfigError(f"the taps of {where} do not fit {target.name}: {error} Pass tap_layers.") from error
 
 
-def target_embedding(config: LayerConfig, target: RaggedModel) -> Tensor:
-    """Return the target's embedding ``[vocab_size, H]``, which a checkpoint without its own shares."""
-    weight: Tensor = target.model.get_input_embeddings().weight.detach()
-    if weight.shape[1] != config.layer.hidden_size:
-        raise ConfigError(
-            f"{str(config.folder)!r} has no embed_tokens, and the target's embedding is {weight.shape[1]} wide instead "
-            f"of {config.layer.hidden_size}; take a complete checkpoint."
-        )
-    return weight
+def weight_or_targets(config: LayerConfig, weights: dict[str, Tensor], name: str, layer: nn.Module | None) -> Tensor:
+    """Return the weight ``[vocab_size, H]`` of a layer in a checkpoint, or that of the target's where it has none.
+
+    Raises:
+        ConfigError: the layer's weight has other sizes, or is not of floating-point numbers.
+    """
+    if (stored_weight := weights.get(f"{name}.weight")) is not None:
+        return stored_weight
+    weight: Any = getattr(layer, "weight", None)
+    num_ids = config.layer.vocab_size
+    width = config.layer.hidden_size
+    is_matrix = isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2
+    if is_matrix and len(weight) >= num_ids and weight.shape[1] == width:
+        return stored(weight.detach()).contiguous()
+    kind = list(weight.shape) if isinstance(weight, Tensor) else type(layer).__name__
+    raise ConfigError(
+        f"{str(config.folder)!r} has no {name}, and the target's is {kind}; expected {[num_ids, width]}. Take a "
+        "complete checkpoint, or one that was trained for this target."
+    )

@@ -27,11 +27,10 @@ _ID_MAPS = ("d2t", "t2d")  # between the ids of drafter and target
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read one file of weights, safetensors or PyTorch's own format, without running code in it.
+    """Read one file of weights, safetensors or PyTorch's format, without running code in it.
 
     Raises:
         ConfigError: it is missing or damaged, or holds something else than tensors by name.
-
     """
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
@@ -73,24 +72,20 @@ def read_tensor(path: Path, key: str) -> Tensor:
 def read_weights(folder: Path, prefixes: Mapping[str, str] = _MODEL) -> dict[str, Tensor]:
     """Read all weights of a folder: safetensors or ``pytorch_model.bin``, in one file or several.
 
-    Args:
-        folder: has the files.
-        prefixes: see ``renamed``.
-
-    Returns:
-        Tensors by name; copies of the target's weights are left out.
+    Copies of the target's weights are left out. Each prefix of names, one after the other, is replaced by its value.
 
     Raises:
         ConfigError: there are none, or a file is damaged or missing.
-
     """
     path = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if path is None:
         raise ConfigError(f"{str(folder)!r} has no weights; expected one of {', '.join(_FILES)}.")
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in sorted(set(files_by_name(path).values())) if path.suffix == ".json" else [path]:
-        found |= renamed(read_tensors(file), prefixes)
-    return {name: value for name, value in found.items() if not any(part in name for part in _OF_OTHERS)}
+        weights |= read_tensors(file)
+    for old, new in prefixes.items():
+        weights = {new + key.removeprefix(old) if key.startswith(old) else key: w for key, w in weights.items()}
+    return {name: value for name, value in weights.items() if not any(part in name for part in _OF_OTHERS)}
 
 
 def files_by_name(index: Path) -> dict[str, Path]:
@@ -102,39 +97,24 @@ def files_by_name(index: Path) -> dict[str, Path]:
         raise ConfigError(f"cannot read the index of weights {str(index)!r}: {error}") from error
 
 
-def renamed(weights: dict[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the weights with each prefix, one after the other, replaced by that of this library."""
-    for old, new in prefixes.items():
-        weights = {new + key.removeprefix(old) if key.startswith(old) else key: w for key, w in weights.items()}
-    return weights
-
-
 @dataclass
 class WeightTable:
-    """Names and shapes of a kind's weights, under this library's names.
+    """Names and shapes of a kind's weights, under this library's names."""
 
-    Attributes:
-        kind: of drafter, for messages.
-        needed: the shapes of weights that must exist.
-        optional: those of weights that may.
-        hints: by name, what a message about a weight's shape adds.
+    kind: str  # of drafter, for messages
+    needed: dict[str, Shape] = field(default_factory=dict)  # weights that must exist
+    optional: dict[str, Shape] = field(default_factory=dict)  # weights that may
+    hints: dict[str, str] = field(default_factory=dict)  # by name, what a message about a weight's shape adds
 
-    """
-
-    kind: str
-    needed: dict[str, Shape] = field(default_factory=dict)
-    optional: dict[str, Shape] = field(default_factory=dict)
-    hints: dict[str, str] = field(default_factory=dict)
+    def add_taps(self, name: str, num_taps: int, config: LayerConfig) -> None:
+        """Add the linear that takes all taps, concatenated."""
+        self.needed[name] = (config.layer.hidden_size, num_taps * config.target_hidden_size)
+        self.hints[name] = f"{num_taps} taps of {config.target_hidden_size}"
 
     def add_layer(self, layer: LlamaConfig, index: int, num_inputs: int, *, is_plain: bool = False) -> None:
-        """Add a transformer layer.
+        """Add a transformer layer whose queries, keys and values are made of ``num_inputs`` numbers.
 
-        Args:
-            layer: the sizes.
-            index: of the layer.
-            num_inputs: width of what queries, keys and values are made of.
-            is_plain: whether it has neither biases nor norms of queries and keys.
-
+        A plain one has neither biases nor norms of queries and keys.
         """
         hidden = layer.hidden_size
         ffn_size = layer.intermediate_size
@@ -164,12 +144,17 @@ class WeightTable:
         (self.optional if is_full else self.needed)["d2t"] = (config.draft_vocab_size,)
         self.optional["t2d"] = (config.layer.vocab_size,)
 
+    def read(self, folder: Path, prefixes: Mapping[str, str] = _MODEL) -> dict[str, Tensor]:
+        """Read the weights of a folder, and check them; the errors are those of ``read_weights`` and ``check``."""
+        weights = read_weights(folder, prefixes)
+        self.check(folder, weights)
+        return weights
+
     def check(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Check the weights that were read from a folder.
+        """Check weights that were read from a folder.
 
         Raises:
             ConfigError: a weight is missing, unknown, or has another shape.
-
         """
         where = repr(str(folder))
         expected = self.optional | self.needed
@@ -194,7 +179,6 @@ def target_ids(config: LayerConfig, weights: dict[str, Tensor]) -> Tensor | None
 
     Raises:
         ConfigError: an id is outside the vocabulary or comes twice, or ``t2d`` says something else.
-
     """
     size = config.draft_vocab_size
     vocab_size = config.layer.vocab_size

@@ -28,7 +28,7 @@ def write_checkpoint(
     target: PreTrainedModel,
     draft_ids: Tensor | None,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, weights in bf16; an embedding that is the target's is left out.
+    """Write ``config.json`` and ``model.safetensors``, weights in bf16.
 
     Args:
         module: the trained drafter, whose parameters have the names of checkpoints.
@@ -37,13 +37,7 @@ def write_checkpoint(
         folder: exists.
         target: the model that it was trained for.
         draft_ids: from ``frequent_ids``.
-
     """
-    weights = {
-        name: weight
-        for name, weight in module.named_parameters()
-        if weight.requires_grad or not name.endswith("embed_tokens.weight")
-    }
     maps = {}
     if draft_ids is not None:
         ids = draft_ids.cpu()
@@ -58,7 +52,16 @@ def write_checkpoint(
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    write_files(folder, WEIGHTS_FILE, weights, config, maps)
+    write_files(folder, WEIGHTS_FILE, trained_weights(module), config, maps)
+
+
+def trained_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a drafter's parameters by name, without an embedding that is the target's."""
+    return {
+        name: weight.detach()
+        for name, weight in module.named_parameters()
+        if weight.requires_grad or not name.endswith("embed_tokens.weight")
+    }
 
 
 def layer_settings(layer: LlamaConfig) -> dict[str, Any]:
@@ -91,7 +94,6 @@ def write_files(
 
     Raises:
         OutputError: a file cannot be written.
-
     """
     stored = {name: weight.detach().to("cpu", _STORED).contiguous() for name, weight in weights.items()}
     with replaced(folder / _CONFIG) as config_path, replaced(folder / file_name) as weights_path:  # the last is first

@@ -8,8 +8,8 @@ from itertools import combinations, product
 import pytest
 
 import specdec_fast as sd
-from specdec_fast.speculation_length.choice_tree import (
-    ChoiceTree,
+from specdec_fast.trees.static import (
+    StaticTree,
     chain,
     checked_choices,
     fit_tree,
@@ -44,14 +44,14 @@ def test_a_fit_by_hand():
 
 
 def test_trees_are_cut_to_limits_depth_first():
-    tree = ChoiceTree(fit_tree(RATES, 5))
+    tree = StaticTree(fit_tree(RATES, 5))
     assert tree.num_ranks == [2, 2, 1]
     assert tree.within(9, 9) == ([0, 1, 2, 1, 0], [0, 0, 0, 1, 1], [-1, 0, 1, 0, -1])
     assert tree.within(2, 9) == ([0, 1, 1, 0], [0, 0, 1, 1], [-1, 0, 0, -1])
     assert tree.within(9, 3) == ([0, 1, 0], [0, 0, 1], [-1, 0, -1]), "the likeliest nodes stay"
     assert tree.within(1, 9) == ([0, 0], [0, 1], [-1, -1])
-    assert ChoiceTree(chain(3)).within(9, 9) == ([0, 1, 2], [0, 0, 0], [-1, 0, 1])
-    assert ChoiceTree([(0, 1), (0,)]).within(9, 1).parents == [-1], "parents come first, whatever the order"
+    assert StaticTree(chain(3)).within(9, 9) == ([0, 1, 2], [0, 0, 0], [-1, 0, 1])
+    assert StaticTree([(0, 1), (0,)]).within(9, 1).parents == [-1], "parents come first, whatever the order"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the graph of each side of a step computes, on the inputs of a bucket and without the host."""
+"""What the graph of each phase of a step computes, on the inputs of a bucket and without the host."""
 
 from __future__ import annotations
 
@@ -19,19 +19,13 @@ _ALIGNED = 4
 
 
 class Choices(NamedTuple):
-    """How graphs choose tokens, without waiting for the device.
+    """How graphs choose tokens, without waiting for the device."""
 
-    Attributes:
-        choose: returns tokens ``[N]`` from logits ``[N, V]``, with ids below a number; ``Sampling`` None: greedily. It
-            also takes the tokens ``[N]`` that were fed, and ``[N + 1]`` int32, 0 to N.
-        verify: ``verify_chain``.
-        vocab_size: of the model.
-
-    """
-
+    # Returns tokens ``[N]`` from logits ``[N, V]``, with ids below a number; Sampling None: greedily. It also takes the
+    # rows' own tokens ``[N]``, and ``[N + 1]`` int32, 0 to N.
     choose: Callable[[Tensor, int, Sampling | None, Tensor, Tensor], Tensor]
-    verify: Callable[[Tensor, Tensor, Tensor, Sampling | None, Tensor | None], tuple[Tensor, ...]]
-    vocab_size: int
+    verify: Callable[[Tensor, Tensor, Tensor, Sampling | None, Tensor | None], tuple[Tensor, ...]]  # ``verify_chain``
+    vocab_size: int  # of the model
 
 
 def verification(
@@ -39,11 +33,7 @@ def verification(
 ) -> tuple[Tensor, Tensor]:
     """Compute the rows of last committed tokens and draft tokens, and what is accepted.
 
-    Args:
-        forward: computes the logits of all rows.
-        inputs: of the bucket; ``T`` rows, ``B`` places for sequences.
-        sampling: how the sequences choose; None: greedily.
-        choices: how tokens are chosen.
+    ``forward`` computes the logits of all ``T`` rows of a bucket with ``B`` places for sequences.
 
     Returns:
         Logits ``[T, V]``, and ``[T + 2 B]`` int64: the target's tokens, the numbers of accepted draft tokens and the
@@ -52,8 +42,8 @@ def verification(
     """
     batch = replace(inputs.batch, token_ids=inputs.token_ids(choices.vocab_size))
     logits = forward(batch)
-    found = choices.verify(logits, batch.token_ids, batch.cu_seqlens, sampling, inputs.parents)
-    return logits, torch.cat([part.long() for part in found])
+    results = choices.verify(logits, batch.token_ids, batch.cu_seqlens, sampling, inputs.parents)
+    return logits, torch.cat([part.long() for part in results])
 
 
 # A forward of a drafting loop. It takes a batch, the rows whose logits are wanted (None: all), and what rows take
@@ -66,7 +56,8 @@ def drafting_loop(
     inputs: Inputs,
     sampling: Sampling | None,
     choose: Callable[[Tensor, Sampling | None, Tensor, Tensor], Tensor],
-    size: tuple[int, int],
+    num_forwards: int,
+    page_size: int,
     carried: Tensor | None = None,
 ) -> tuple[Tensor]:
     """Run the forwards of a drafting step, each on the tokens, and the hidden states, of the one before.
@@ -76,7 +67,8 @@ def drafting_loop(
         inputs: of the bucket, of which ``one_each`` places are for sequences.
         sampling: how the sequences choose; None: greedily.
         choose: ``Choices.choose`` without the number of ids.
-        size: number of forwards, ``K``, and positions of a page.
+        num_forwards: ``K``.
+        page_size: positions of a page.
         carried: ``[num_rows, size]``, what the rows of the first forward take besides their tokens; None: nothing.
 
     Returns:
@@ -84,7 +76,6 @@ def drafting_loop(
 
     """
     first = inputs.batch
-    (num_forwards, page_size) = size
     sampling = sampling and first_of(sampling, inputs.one_each)
     last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
     one_each = torch.arange(inputs.one_each + 1, dtype=torch.int32, device=last_rows.device)
@@ -99,25 +90,24 @@ def drafting_loop(
 
 
 class ChainParts(NamedTuple):
-    """The parts of a drafter whose rows take the hidden states of the rows before them.
+    """The parts of a drafter whose rows take the hidden states of the rows before them."""
 
-    Attributes:
-        project: from the target's hidden states ``[T, taps, H]`` to what rows take, ``[T, size]``.
-        forward: computes rows.
-        choose: as in ``drafting_loop``, but returns ids of the target.
-
-    """
-
-    project: Callable[[Tensor], Tensor]
+    project: Callable[[Tensor], Tensor]  # from the target's hidden states ``[T, taps, H]`` to what rows take
     forward: LoopForward
-    choose: Callable[[Tensor, Sampling | None, Tensor, Tensor], Tensor]
+    choose: Callable[[Tensor, Sampling | None, Tensor, Tensor], Tensor]  # as in ``drafting_loop``; ids of the target
 
 
 def chain_loop(
-    parts: ChainParts, inputs: Inputs, features: Tensor, sampling: Sampling | None, size: tuple[int, int]
+    parts: ChainParts,
+    inputs: Inputs,
+    features: Tensor,
+    sampling: Sampling | None,
+    num_forwards: int,
+    page_size: int,
 ) -> tuple[Tensor]:
     """Run the drafting loop of a drafter over the target's hidden states ``[num_rows, taps, H]``."""
-    return drafting_loop(parts.forward, inputs, sampling, parts.choose, size, parts.project(features))
+    carried = parts.project(features)
+    return drafting_loop(parts.forward, inputs, sampling, parts.choose, num_forwards, page_size, carried)
 
 
 def first_of(sampling: Sampling, count: int) -> Sampling:

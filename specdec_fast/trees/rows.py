@@ -1,7 +1,6 @@
-"""Trees of draft tokens: the depth of every node, and which rows of a forward descend from which.
+"""Trees as the rows of one forward, and which of these rows descend from which.
 
-A node is a draft token. Its parent is an earlier node of its sequence, or -1 for the root, the last committed token. In
-a forward the root is a sequence's row 0, and node i its row i + 1.
+A sequence's row 0 is the root of its tree, the last committed token; row i + 1 is node i.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_fast.batch.ragged_batch import TREE_MASK_BITS
+from specdec_fast.trees.parents import depths_of
+
+TREE_MASK_BITS = 32  # rows per word of a tree mask
 
 
 class TreeRows(NamedTuple):
@@ -21,14 +22,6 @@ class TreeRows(NamedTuple):
     # [T] int32, the row above each row, counted from the first row of its sequence, which has -1
     parents: np.ndarray
     mask: np.ndarray  # [T, num_words] int32, see PagedBatch.tree_mask
-
-
-def depths_of(parents: Many[int]) -> list[int]:
-    """Return the depth of each node of one tree: 1 for a child of the root."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 def rows_of_trees(parents: Many[int], num_draft_tokens: Many[int]) -> TreeRows:

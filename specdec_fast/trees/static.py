@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.trees.parents import ROOT
 
 MOST_NODES = 64
 
@@ -25,13 +26,16 @@ class Shape(NamedTuple):
     parents: list[int]  # as in Draft.parents
 
 
-class ChoiceTree:
-    """A static tree, and its parts that fit limits.
+class StaticTree:
+    """A tree that has the same rank paths in every step, and its parts that fit limits.
 
     Args:
         choices: rank paths, the likeliest first, from ``checked_choices``.
 
     Attributes:
+        choices: the nodes, parents before their children.
+        parents: of each node, or ``ROOT``.
+        ranks: of each node's token at its depth.
         num_ranks: per depth, the number of ranks that are used.
     """
 
@@ -39,9 +43,21 @@ class ChoiceTree:
         self.choices: list[tuple[int, ...]] = []
         for choice in choices:  # parents first, so that any first nodes are a tree
             self.choices += [path for path in _paths_to(choice) if path not in self.choices]
+        places = {choice: place for place, choice in enumerate(self.choices)}
+        self.parents = [places.get(choice[:-1], ROOT) for choice in self.choices]
+        self.ranks = [choice[-1] for choice in self.choices]
+        self._children = {child: node for node, child in enumerate(zip(self.parents, self.ranks, strict=True))}
         depth = max(map(len, self.choices))
         self.num_ranks = [1 + max(c[d] for c in self.choices if len(c) > d) for d in range(depth)]
         self.within = cache(self._within)
+
+    def child(self, node: int, rank: int) -> int:
+        """Return the child of a node, or of the root, with a rank; ``ROOT`` if there is none."""
+        return self._children.get((node, rank), ROOT)
+
+    def has_children(self, node: int) -> bool:
+        """Return whether a node has children."""
+        return node in self.parents
 
     def _within(self, depth: int, num_nodes: int) -> Shape:
         """Return the first ``num_nodes`` choices of at most ``depth`` ranks, depth first, the likeliest child first."""
@@ -50,7 +66,7 @@ class ChoiceTree:
         return Shape(
             depths=[len(choice) - 1 for choice in kept],
             ranks=[choice[-1] for choice in kept],
-            parents=[places.get(choice[:-1], -1) for choice in kept],
+            parents=[places.get(choice[:-1], ROOT) for choice in kept],
         )
 
 

@@ -1,4 +1,4 @@
-"""Sequences decoded as the engine does, for one drafter fed by hidden states, with acceptances that a seed decides."""
+"""What an engine does for one drafter that reads hidden states: decoding with acceptances that a seed decides."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.drafters import StepResult
+from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.ops.verify_chain import verify_chain
 from specdec_fast.request.sequence import Sequence
 from support.models import VOCAB_SIZE
@@ -22,7 +23,7 @@ def new_sequence(index, length, params, rng):
 def features_of(model, token_ids, taps):
     """The taps at every position: ``[n, taps, H]``."""
     states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    return torch.stack([states[tap][0] for tap in taps], dim=1)
+    return torch.stack([states[-1 if tap == FINAL else tap][0] for tap in taps], dim=1)
 
 
 def chosen_by_rule(sequence):
@@ -38,7 +39,7 @@ def chosen_by_rule(sequence):
     return choose
 
 
-class Course:
+class SimulatedEngine:
     """Decodes sequences, and compares every proposal with ``expected(features, token_ids, choose, limit)``."""
 
     def __init__(self, model, drafter, expected, seed=0):
@@ -48,6 +49,12 @@ class Course:
         for keys, values in drafter.pool.layers:
             keys.fill_(torch.nan)  # an entry that was never written must not be read
             values.fill_(torch.nan)
+
+    def new_sequences(self, lengths, params):
+        """Make sequences whose parameters are those of ``params``, in turn; prefill them."""
+        sequences = [new_sequence(i, n, params[i % len(params)], self.rng) for i, n in enumerate(lengths)]
+        self.prefill(sequences)
+        return sequences
 
     def features(self, token_ids):
         return features_of(self.model, token_ids, self.drafter.taps)
@@ -64,28 +71,37 @@ class Course:
             features.fill_(torch.nan)  # the memory belongs to the next forward
             done |= {s: span.stop for s, span in spans.items()}
 
-    def step(self, sequences, largest):
+    def step(self, sequences, largest, least=0):
         """One step: compare the proposals with the formulas, then accept some of each and emit another token."""
-        limits = [self.rng.randint(0, largest) for _ in sequences]
+        limits = [self.rng.randint(least, largest) for _ in sequences]
         proposals = [[] for _ in sequences]
         if any(limits):
             draft = self.drafter.propose(sequences, limits)
             draft.check(limits)
             proposals = [part.tolist() for part in draft.token_ids.split(draft.num_draft_tokens)]
             for s, limit, proposal in zip(sequences, limits, proposals, strict=True):
-                features = self.features(s.token_ids)[:-1]
-                expected = self.expected(features, s.token_ids, chosen_by_rule(s), limit) if limit else []
+                expected = []
+                if limit and (s.length > 1 or not self.drafter.keeps_last):
+                    features = self.features(s.token_ids)[:-1]
+                    expected = self.expected(features, s.token_ids, chosen_by_rule(s), limit)
                 assert proposal == expected
                 self.num_proposed += len(expected)
         self.emit(sequences, proposals)
 
     def emit(self, sequences, proposals):
-        fed, accepted_rows = [], []
+        hidden_states, accepted_rows, first = [], [], 0
         for s, proposal in zip(sequences, proposals, strict=True):
             num_accepted = self.rng.randint(0, len(proposal))
-            first = sum(map(len, fed))
             accepted_rows.append(range(first, first + num_accepted + 1))
             # A proposed token stands in a row of the forward, whether it is accepted or not.
-            fed.append(self.features([*s.token_ids, *proposal])[s.length - 1 :])
+            hidden_states.append(self.features([*s.token_ids, *proposal])[s.length - 1 :])
+            first += len(hidden_states[-1])
             s.token_ids.extend([*proposal[:num_accepted], self.rng.randrange(VOCAB_SIZE)])
-        self.drafter.commit(sequences, StepResult(accepted_rows, torch.cat(fed)))  # which the drafter may keep
+        self.drafter.commit(sequences, StepResult(accepted_rows, torch.cat(hidden_states)))  # the drafter may keep it
+
+    def release(self, sequences):
+        """Release sequences; nothing of them may stay."""
+        for sequence in sequences:
+            self.drafter.release(sequence)
+        assert self.drafter.pool.is_vacant
+        assert self.drafter.num_admitted == self.drafter.num_kept_rows == 0
