@@ -85,8 +85,6 @@ def _torch_settings():
         from support import triton_interpreter
 
         triton_interpreter.speed_up()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
