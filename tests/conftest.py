@@ -85,6 +85,8 @@ def _torch_settings():
         from support import triton_interpreter
 
         triton_interpreter.speed_up()
+    yield
+    gc.unfreeze()  # or libraries report what they hold as leaks
 
 
 @pytest.fixture(scope="session")
