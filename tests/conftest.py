@@ -86,7 +86,7 @@ def _torch_settings():
 
         triton_interpreter.speed_up()
     yield
-    gc.unfreeze()
+    gc.unfreeze()  # or libraries report what they hold as leaks
 
 
 @pytest.fixture(scope="session")

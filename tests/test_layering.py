@@ -46,6 +46,7 @@ def text_of(path: Path) -> str:
 
 
 @cache
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(text_of(path))
 

@@ -10,6 +10,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
+from support.grids import each_value_once
 from support.models import VOCAB_SIZE
 from support.scripted import ByteTokenizer
 
@@ -69,6 +70,7 @@ def assert_vacant(engine):
     assert pool is None or pool.is_vacant
 
 
+@each_value_once("draft", "config")
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 @pytest.mark.parametrize(
     ("draft", "config"),
@@ -95,6 +97,7 @@ def test_no_output_changes(pair, expected, monkeypatch, draft, config, ahead):
     assert_vacant(engine)
 
 
+@pytest.mark.grid
 def test_no_output_changes_in_pytorch(pair):
     """Forwards that PyTorch runs have other bits than a program's, so they have a reference of their own."""
     prompts, params = map(list, zip(*REQUESTS, strict=True))

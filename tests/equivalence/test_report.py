@@ -96,6 +96,7 @@ def test_rounds_limit_what_a_setting_decodes(model):
     assert report.holds
 
 
+@pytest.mark.grid
 def test_bench_reports_and_fails_by_what_it_finds(tmp_path, monkeypatch, capsys):
     argv = ["--num-prompts", "4", "--max-new-tokens", "8", "--batch-sizes", "2", "--num-draft-tokens", "0,2"]
     argv += ["--repeats", "1", "--json", str(tmp_path / "out.json")]

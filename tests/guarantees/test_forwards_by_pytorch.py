@@ -124,6 +124,7 @@ def test_no_known_architecture_needs_to_be_computed_one_by_one(architecture):
     assert (described["rows_one_by_one"], described["why_one_by_one"]) == (False, None)
 
 
+@pytest.mark.grid
 def test_positions_as_complex_numbers_are_computed_in_batches():
     """DeepSeek-V2 rotates by products of complex numbers, whose bits differ in batches that are not padded."""
     model = tiny_default_model("deepseek_v2")
@@ -228,6 +229,7 @@ def test_bits_do_depend_on_the_batch_without_determinism(no_two_counts_alike):
     assert any(not torch.equal(run.logits[key], alone.logits[key]) for key in shared)
 
 
+@pytest.mark.grid
 def test_two_engines_over_one_model_in_two_threads():
     model = tiny_model("llama")
     attention = model.config._attn_implementation

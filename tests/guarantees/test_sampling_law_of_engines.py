@@ -89,11 +89,11 @@ def test_engine_follows_the_law(pair, drafter):
 
 
 def test_engine_that_forgets_the_position_is_rejected(pair, monkeypatch):
-    from specdec_fast.runner import cpp
+    from specdec_fast.runner import verification
 
-    right = cpp.sampling_of
+    right = verification.sampling_of
     monkeypatch.setattr(
-        cpp,
+        verification,
         "sampling_of",
         lambda *args: replace(right(*args), positions=torch.zeros_like(right(*args).positions)),
     )

@@ -44,6 +44,7 @@ def test_same_outputs_and_bytes_as_python(run, target, draft, prompt_ids, expect
     assert got.moved_bytes > 0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("run", [run_eqspec, run_exspec])
 def test_same_cache_after_every_realignment(run, target, draft, prompt_ids, monkeypatch, fused):
     """Bit for bit, in every column that a row holds, of both models."""

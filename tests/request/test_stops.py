@@ -150,6 +150,7 @@ class TestSpecialTokensAreNotRecognisedByValue:
         outputs = decode(model, draft, prompt_ids, method=method)
         assert [o.token_ids for o in outputs] == expected
 
+    @pytest.mark.grid
     def test_oracle(self, model, draft, prompt_ids, expected):
         limits = oracle.StopRule(MAX_NEW_TOKENS, frozenset([1]))
         assert oracle.eqspec(model, draft, prompt_ids, limits, K).outputs == expected
