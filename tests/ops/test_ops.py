@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.op_cases import OP_CASES, with_tensors
+from bench.op_cases import OP_CASES, Case, with_tensors
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.ops import BACKENDS, Case, Op, all_ops
+from specdec_fast.ops import BACKENDS, Op, all_ops
 from support.grids import grid
 from support.op_cases import CASES, DTYPES, attention_by_hand, changed, each_dtype, make
 from support.op_checks import (
