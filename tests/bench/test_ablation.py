@@ -20,6 +20,7 @@ from specdec_fast.speculation_length.adaptive import AdaptiveLength
 SMALL = ["--pair", "smoke", "--num-prompts", "6", "--max-new-tokens", "10", "--prompt-tokens", "5", "--repeats", "1"]
 
 
+@pytest.mark.grid
 def test_ablation_end_to_end(tmp_path, capsys):
     file = tmp_path / "ablation.json"
     ablation.main([*SMALL, "--batch-sizes", "2,3", "--json", str(file)])
@@ -51,6 +52,7 @@ def test_in_turn_looks_at_no_length(scheduler, expected):
     assert [s.index for s in scheduler(config).select(sequences)] == expected
 
 
+@pytest.mark.grid
 def test_scored_chains_in_simulated_time(capsys):
     rows = simulated_ablation.confidence_rows([2], 1, is_refilled=False)
     assert [row["pair"] for row in rows] == list(simulated_ablation.COSTS)

@@ -73,6 +73,7 @@ def test_a_tree_of_medusa_heads(capsys, medusa):
         drafters.main([*options_of(medusa), "--draft-tree", "[[0], [0, 0], [0, 0, 0]]"])
 
 
+@pytest.mark.grid
 def test_several_trees_in_one_run(capsys, medusa):
     """A drafter that reads no trees, and plain decoding, run once."""
     drafters.main([*options_of(medusa), "--draft-tree", "chain", "[[0], [1], [2]]", "2"])

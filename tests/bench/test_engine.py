@@ -80,6 +80,7 @@ def test_kv_belongs_to_the_engine_and_moving_it_to_the_oracle(smoke):
         assert (row["equal_length_steps"] is None) == row["method"].startswith("transformers")
 
 
+@pytest.mark.grid
 def test_demo_pair_prints_tables_and_ends_in_the_report(demo, capsys):
     text, result = run(capsys, demo)
     rows = {row["method"]: row for row in result["rows"]}
@@ -127,6 +128,7 @@ def test_an_eagle3_layer_of_random_weights_is_replayed(num_ids, capsys, monkeypa
     assert drafter.pool is None, "its pool is freed between runs"
 
 
+@pytest.mark.grid
 def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"

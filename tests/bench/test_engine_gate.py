@@ -41,6 +41,7 @@ def wrong_oracle(*args, **kwargs):
 EQSPEC = oracle.eqspec
 
 
+@pytest.mark.grid
 def test_a_wrong_oracle_fails_fp32_and_is_reported_in_bf16(capsys, monkeypatch):
     monkeypatch.setattr(oracle, "eqspec", wrong_oracle)
     options = [*SMOKE, "--batch-sizes", "2", "--methods", "oracle-eqspec,eqspec"]

@@ -62,6 +62,7 @@ def test_prompts_can_be_decoded_several_times_over():
     assert thrice.prompts == once.prompts * 3
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ignore", [False, True])
 def test_ignored_eos_ends_no_text(tmp_path, ignore):
     path = tmp_path / "early.jsonl"  # it ends after ten tokens

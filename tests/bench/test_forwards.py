@@ -18,6 +18,7 @@ SMALL = ["--pair", "smoke", "--batch-sizes", "1,3", "--num-draft-tokens", "2", "
 PREFILL = ["--prefill", "24,1000000"]  # the second has more rows than the model has positions
 
 
+@pytest.mark.grid
 def test_all_ways_are_timed(tmp_path, capsys):
     file = tmp_path / "forwards.json"
     forwards.main([*SMALL, *PREFILL, "--json", str(file)])

@@ -278,6 +278,7 @@ def test_ops_are_timed_as_graphs_where_there_are_any(monkeypatch, only):
     assert not any(row["as_graph"] for row in rows)
 
 
+@pytest.mark.grid
 def test_tasks_can_be_chosen(tmp_path, capsys):
     _, content = main(tmp_path, "--parts", "timings,equivalence")
     assert list(content["parts"]) == ["environment", "timings", "equivalence"]

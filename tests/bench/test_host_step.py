@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from bench import host_step
@@ -11,6 +12,7 @@ from specdec_fast.program import executors
 from specdec_fast.runner.graphs import capture
 
 
+@pytest.mark.grid
 def test_rows_and_table(capsys):
     before = dict(capture.CAPTURES), dict(executors.EXECUTORS)
     host_step.main(["--batch-sizes", "1,3", "--repeats", "1", "--threads", "1"])

@@ -30,6 +30,7 @@ def subject(op, case, dtype=torch.float32):
     return ops.Subject(all_ops()[op], case, dtype, CPU, ("torch",))
 
 
+@pytest.mark.grid
 def test_last_line_is_the_report(capsys, tmp_path):
     path = tmp_path / "ops.json"
     ops.main(["--cases", "verify", "--ops", "append_kv_,verify_chain", "--repeats", "1", "--json", str(path)])
@@ -109,8 +110,7 @@ def test_an_inexact_op_says_how_long_its_sums_are():
 
 
 def is_in_slice(op, number):
-    """Making the weights of all experts takes a second; more rows use the same ones."""
-    return op.name != "grouped_linear" or number == 0
+    return number == 0
 
 
 BENCHMARKS = [

@@ -45,6 +45,7 @@ def test_weights_belong_to_the_seed():
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True) if a.dim() == 2)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("tied", [True, False])
 def test_texts_vary_and_ties_are_rare(tied):
     """A comparison of outputs needs that: a text that repeats one token is right whatever attention does."""
@@ -70,6 +71,7 @@ def replaying():
     return Bench(Workload("smoke", target, draft, random_prompts(16, 6, 97), NEW_TOKENS))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("probability", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 def test_replay_accepts_as_often_as_asked_and_changes_no_token(replaying, method, probability):

@@ -47,6 +47,7 @@ def _no_new_processes(monkeypatch):
     monkeypatch.setattr(realign, "in_subprocess", lambda function, *args: function(*args))
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("_no_new_processes")
 def test_last_line_is_the_report(arguments, capsys, tmp_path):
     path = tmp_path / "realign.json"

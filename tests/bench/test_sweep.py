@@ -38,6 +38,7 @@ def test_the_table_has_a_row_for_every_architecture_of_the_results():
     assert len(found) > 100
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("broken", "verdict"),
     [("tokens", "wrong"), ("bits", "wrong"), ("crash", "untyped"), ("hang", "untyped"), ("exit", "untyped")],

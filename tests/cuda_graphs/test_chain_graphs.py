@@ -77,7 +77,7 @@ def test_graphs_draft_what_single_forwards_draft(models, params, method, graphs_
     assert found[1:] == found[:1] * 3
 
 
-@one_model
+@pytest.mark.grid
 def test_a_long_context_is_drafted_by_the_graphs_of_a_short_one(models, graphs_on_cpu):
     """The second call has positions behind those for which the tables were made when graphs were recorded."""
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
@@ -89,6 +89,7 @@ def test_a_long_context_is_drafted_by_the_graphs_of_a_short_one(models, graphs_o
         assert outputs == [output.token_ids for output in expected]
 
 
+@one_model
 def test_penalised_sequences_are_drafted_without_a_graph(models, graphs_on_cpu, monkeypatch):
     engine = sd.Engine(*models, num_draft_tokens=3)
     params = sd.SamplingParams(max_new_tokens=9, repetition_penalty=1.3)
@@ -133,6 +134,7 @@ def test_what_cannot_be_recorded_is_drafted_without_a_graph(tmp_path, hugging_fa
     assert "not permitted" in described["why_no_graphs"]
 
 
+@one_model
 def test_moved_weights_are_read(models, graphs_on_cpu):
     """The graphs of a drafter may read the target's weights. Addresses are compared when a call begins."""
     engine = sd.Engine(*models, num_draft_tokens=3)

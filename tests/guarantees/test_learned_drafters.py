@@ -27,7 +27,7 @@ SMALL_POOL = {"kv_cache_tokens": 64, "page_size": 4}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of each kind, how a checkpoint is written, what an engine is asked for, and the types that every test run compares.
 KINDS = {
-    "medusa": (None, [{"max_prefill_tokens": 7}, {"draft_tree": "chain"}, {"num_draft_tokens": "auto"}], DTYPES[:2]),
+    "medusa": (None, [{"max_prefill_tokens": 7}, {"draft_tree": "chain"}, {"num_draft_tokens": "auto"}], DTYPES[1:2]),
     "clover": (
         None,
         [

@@ -13,6 +13,7 @@ import torch
 
 import specdec_fast as sd
 from support.chi_squared import SIGNIFICANCE, p_value
+from support.grids import grid
 from support.models import tiny_model, truncated_copy
 from support.sampling_by_hand import NEUTRAL, target_probs_by_hand
 
@@ -81,7 +82,7 @@ class Branches(sd.TreeDrafter):
         return sd.Draft(torch.tensor(tokens), counts, torch.tensor(parents, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram", "branches", "none"])
+@pytest.mark.parametrize("drafter", grid(["model", "ngram", "branches", "none"], keep=["model", "branches"]))
 def test_engine_follows_the_law(pair, drafter):
     branches = Branches(text_probs(pair[0], PROMPT)) if drafter == "branches" else None
     draft = {"model": pair[1], "ngram": "ngram", "branches": branches, "none": None}[drafter]

@@ -23,6 +23,7 @@ def version(request) -> Iterator[str]:
     _C.choose_attention_version(_C.attention_versions()[-1])
 
 
+@each_value_once
 @each_dtype
 def test_every_version_agrees_with_the_oracle(version, dtype):
     for op, case in CASES:

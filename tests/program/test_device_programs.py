@@ -68,7 +68,7 @@ def test_models_are_computed_as_pytorch_does(architecture, dtype):
     assert (together.double() - truth).norm() <= 2 * (theirs.double() - truth).norm()
 
 
-@pytest.mark.parametrize("name", grid({name: name for name in EXPERTS}, ["glm4-moe"]))
+@pytest.mark.parametrize("name", grid({name: name for name in EXPERTS}, []))
 @torch.inference_mode()
 def test_mixtures_of_experts_are_computed_as_pytorch_does(name):
     """Routers choose the same experts in fp32: another one moves logits by 1e-2. In fp16, bits of a row are its own."""
@@ -91,6 +91,7 @@ def model_with_biases():
     return model
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [
@@ -185,7 +186,6 @@ def test_models_on_gpus_are_programs_in_graphs(monkeypatch):
 @pytest.mark.parametrize(
     ("targets", "models"),
     [
-        pytest.param("sm_90", ["tiny.llama"], id="slice"),
         *(
             pytest.param("sm_80,sm_90,sm_100,gfx942", [f"tiny.{each}", f"wide.{each}"], id=each, marks=pytest.mark.grid)
             for each in CONFIGS
