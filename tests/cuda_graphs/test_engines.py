@@ -74,6 +74,7 @@ def pack_copies(monkeypatch):
     return names
 
 
+@pytest.mark.grid
 def test_packed_copies_change_no_token(pair, graphs_on_cpu, monkeypatch):
     """With graphs and without, greedy, sampled and penalised sequences in one batch."""
     expected = [output.token_ids for output in sd.Engine(*pair, enforce_eager=True).generate(PROMPTS, PARAMS)]

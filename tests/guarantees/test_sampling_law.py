@@ -125,6 +125,7 @@ def test_texts_follow_the_law(backend, rule, speculate):
     assert p_value(chain.outcomes(texts), chain.probs()) > SIGNIFICANCE
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("rule", grid(RULES, keep=["together"]))
 def test_speculation_draws_the_very_same_texts(rule):
     chain, verify = Chain(rule), OP.load("torch")
@@ -132,6 +133,7 @@ def test_speculation_draws_the_very_same_texts(rule):
     assert torch.equal(*texts)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("backend", grid(BACKENDS, keep=set(BACKENDS) - INTERPRETED))
 def test_single_draws_follow_the_law(backend):
     """One position with many seeds, and one seed with many positions; other logits than in the tables above."""

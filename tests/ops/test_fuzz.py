@@ -36,6 +36,7 @@ def test_verify_chain_in_cpp(call):
     assert_equals_oracle("verify_chain", "cpp", call)
 
 
+@pytest.mark.grid
 @fuzz(20)
 @given(call=verify_calls(TRITON, VOCAB_SIZES, batch=3))
 def test_verify_chain_in_triton(call):
@@ -56,6 +57,7 @@ def test_sampling_in_cpp_at_length(call):
     assert_equals_oracle("verify_chain", "cpp", call)
 
 
+@pytest.mark.grid
 @fuzz(5)
 @given(call=sampled_calls(TRITON, VOCAB_SIZES, batch=3))
 def test_sampling_in_triton(call):
@@ -98,6 +100,7 @@ def test_append_in_cpp(call):
     assert_equals_oracle("append_kv_", "cpp", call)
 
 
+@pytest.mark.grid
 @fuzz(20)
 @given(call=append_calls(TRITON))
 def test_append_in_triton(call):
@@ -111,6 +114,7 @@ def test_compact_in_cpp(call):
     assert_equals_oracle("compact_kv_", "cpp", call)
 
 
+@pytest.mark.grid
 @fuzz(20)
 @given(call=compact_calls(TRITON))
 def test_compact_in_triton(call):
@@ -124,6 +128,7 @@ def test_realign_in_cpp(call):
     assert_equals_oracle("realign_kv_", "cpp", call)
 
 
+@pytest.mark.grid
 @fuzz(20)
 @given(call=realign_calls(TRITON))
 def test_realign_in_triton(call):

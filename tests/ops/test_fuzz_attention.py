@@ -108,6 +108,7 @@ def test_tree_attention_in_cpp_at_length(call, version):
 
 
 # Smaller, because it is interpreted; the context passes one tile of 64.
+@pytest.mark.grid
 @fuzz(2)
 @given(call=attention_calls(TRITON) | attention_calls(TRITON, trees=True))
 def test_attention_in_triton(call):
@@ -264,6 +265,7 @@ def test_nan_in_cpp_reaches_only_rows_that_see_it_at_length(call, version):
     assert_nan_reaches_only_rows_that_see_it(in_cpp(version), call, CPU)
 
 
+@pytest.mark.grid
 @fuzz(2)
 @given(call=any_calls(TRITON))
 def test_nan_in_triton_reaches_only_rows_that_see_it(call):

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 
 # Lengths around the ends of pieces of 512 positions, and one of three pieces.
+@pytest.mark.grid
 @combinations(enough=ENOUGH, dtype=DTYPES)
 def test_contexts_of_several_pieces(dtype, enough, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
@@ -55,7 +56,7 @@ def split_and_not(shape: PagedShape, dtype: torch.dtype, monkeypatch: pytest.Mon
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("shape", grid(PIECES, keep=["tree_window", "sinks", "narrow_values"]))
+@pytest.mark.parametrize("shape", grid(PIECES, keep=["tree_window"]))
 @pytest.mark.parametrize("dtype", grid(DTYPES, keep=["fp16"]))
 def test_pieces_that_the_last_program_merges_have_the_same_bits(shape, dtype, small_pieces, monkeypatch):
     """Counters are zeros again afterwards, so the next launch finds them as the first one did."""
@@ -97,6 +98,7 @@ def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
 
 
 # The batch is not split (6 programs) and a part of it is (2): decoding, chunks, and a sequence alone against the batch.
+@pytest.mark.grid
 @combinations(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
 def test_rows_are_independent(chunk, window, dtype, small_pieces, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 6)

@@ -59,6 +59,7 @@ def test_an_update_changes_drafts_and_no_output(tmp_path, monkeypatch, dtype, op
     assert (model.target_ids is None) == ("draft_vocab_size" not in options)
 
 
+@pytest.mark.grid
 def test_a_drafter_learns_its_traffic(tmp_path, monkeypatch):
     engine, updates = make(tmp_path, monkeypatch, FULL, learning_rate=2e-2)
     first = updates.observe(outputs_of(engine)).tokens_per_step
