@@ -19,7 +19,7 @@ from specdec_fast.ops.registry import all_ops
 from specdec_fast.runner.eager import EagerRunner
 from specdec_fast.runner.graphs import inputs
 from support.graphs import opened_pool
-from support.grids import combinations, grid
+from support.grids import grid
 from support.models import truncated_copy
 from support.recording_drafter import Recording, hidden_states_of_text
 from support.repeated import waits
@@ -171,7 +171,8 @@ def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
 
 
 @pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")
-@combinations(params={"greedy": PARAMS[0], "mixed": PARAMS}, num_draft_tokens=[0, 3])
+@pytest.mark.parametrize("params", grid({"greedy": PARAMS[0], "mixed": PARAMS}, keep=["mixed"]))
+@pytest.mark.parametrize("num_draft_tokens", grid([0, 3], keep=[3]))
 def test_a_step_waits_once_and_not_to_be_launched(pair, monkeypatch, params, num_draft_tokens, graphs_on_cpu):
     found_in = found_in_steps(pair, monkeypatch, params, num_draft_tokens)
     assert all(found == ([], ["to_host"]) for found in found_in), found_in

@@ -11,7 +11,7 @@ import specdec_fast as sd
 from support.demo import MAX_NEW_TOKENS
 from support.dflash import write_checkpoint as write_dflash
 from support.eagle3 import write_checkpoint as write_eagle3
-from support.grids import combinations
+from support.grids import grid
 from support.models import tiny_model
 from support.source_tree import PACKAGE, shown
 from support.specblock import write_checkpoint as write_specblock
@@ -31,9 +31,10 @@ def _meta():
 
 
 @pytest.mark.usefixtures("_meta")
-@combinations(
-    drafter=["model", "ngram"],
-    settings={"program": {}, "eager": {"enforce_eager": True}, "torch": {"backend": "torch"}},
+@pytest.mark.parametrize("drafter", grid(["model", "ngram"], keep=["ngram"]))
+@pytest.mark.parametrize(
+    "settings",
+    grid({"program": {}, "eager": {"enforce_eager": True}, "torch": {"backend": "torch"}}, keep=["program", "eager"]),
 )
 def test_an_engine_lives_under_another_default_device(target, draft, prompt_ids, expected, drafter, settings):
     engine = sd.Engine(target, draft if drafter == "model" else drafter, max_batch_size=4, **settings)

@@ -134,6 +134,7 @@ def test_copies_and_scans_use_the_widest_access(report, file):
     assert [row for row in unaligned if row["widest_access"] > 8] == [], "a vector that is not aligned is a fault"
 
 
+@pytest.mark.grid
 def test_report_rejects_a_spill_and_what_does_not_compile_or_got_worse(compiler, tmp_path):
     before = {"kernel": "spilling_kernel.within", "target": "sm_90", "registers": 1, "spill_bytes": 0, "wide_loads": 9}
     baseline = tmp_path / "before.json"

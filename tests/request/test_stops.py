@@ -145,6 +145,7 @@ class TestSpecialTokensAreNotRecognisedByValue:
         model.config.pad_token_id = model.generation_config.pad_token_id = pad
         return model
 
+    @each_value_once
     @pytest.mark.parametrize("method", ["eqspec", "exspec"])
     def test_engine(self, model, draft, prompt_ids, expected, method):
         outputs = decode(model, draft, prompt_ids, method=method)
