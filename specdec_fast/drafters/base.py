@@ -82,6 +82,8 @@ class Draft:
 
     def depths(self) -> list[int]:
         """Return the depth of each sequence's draft; of a chain, the number of its tokens."""
+        if self.parents is None:
+            return self.num_draft_tokens
         return [max(depths_of(parents), default=0) for parents in self._parents_by_sequence()]
 
     def scores_by_sequence(self) -> list[list[float]] | None:

@@ -7,11 +7,7 @@ from torch import Tensor
 
 from specdec_fast.batch.recurrent_batch import LinearAttentionParams, RecurrentBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
-from specdec_fast.ops.recurrent_rows import (
-    advance_rows_,
-    check_batch,
-    check_kept,
-)
+from specdec_fast.ops.recurrent_rows import advance_rows_, check_pools
 from specdec_fast.ops.registry import Op
 
 
@@ -56,7 +52,7 @@ def linear_attention_rows_(
         ``[T, num_value_heads, value_dim]`` in the dtype of ``value``.
     """
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    parts = [key, value, log_decay, *([] if beta is None else [beta])]
+    parts = _kept_parts(key, value, log_decay, beta)
     sizes = [part.shape[1:].numel() for part in parts]
     group = value.shape[1] // key.shape[1]
 
@@ -79,6 +75,10 @@ def linear_attention_rows_(
     inputs = torch.cat([part.flatten(1).float() for part in parts], dim=1)
     advance_rows_(inputs, pools, batch, advance)
     return out
+
+
+def _kept_parts(key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None) -> list[Tensor]:
+    return [key, value, log_decay, *([] if beta is None else [beta])]
 
 
 def _normalised(vectors: Tensor, params: LinearAttentionParams) -> Tensor:
@@ -113,16 +113,11 @@ def _check(
     expect_tensor("log_decay", log_decay, (num_rows, num_value_heads, *per_channel), fp32, device)
     if beta is not None:
         expect_tensor("beta", beta, (num_rows, num_value_heads), fp32, device)
-    states, kept = pools
-    expect_tensor("states", states, (None, num_value_heads, key_dim, value_dim), fp32, device)
-    width = sum(part.shape[1:].numel() for part in (key, value, log_decay, *([] if beta is None else [beta])))
-    expect_tensor("kept rows", kept, (states.shape[0], None, width), fp32, device)
-    expect(states.is_contiguous() and kept.is_contiguous(), "states and kept rows must be contiguous.")
     if params.skip is not None:
         expect_tensor("skip", params.skip, (num_value_heads,), fp32, device)
         expect(params.skip.is_contiguous(), "skip must be contiguous.")
-    check_batch(batch, num_rows, states.shape[0], device)
-    check_kept(batch, kept.shape[1])
+    width = sum(part.shape[1:].numel() for part in _kept_parts(key, value, log_decay, beta))
+    check_pools(pools, (num_value_heads, key_dim, value_dim), width, batch, query)
 
 
 OP = Op(

@@ -75,7 +75,23 @@ def check_batch(batch: RecurrentBatch, num_rows: int, num_slots: int, device: to
     )
 
 
-def check_kept(batch: RecurrentBatch, num_kept: int) -> None:
+def check_pools(
+    pools: tuple[Tensor, Tensor], state_shape: tuple[int, ...], width: int, batch: RecurrentBatch, rows: Tensor
+) -> None:
+    """Check states of ``state_shape``, kept rows of ``width``, and the batch of an op's ``rows``.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout, or the batch is refused.
+    """
+    states, kept = pools
+    expect_tensor("states", states, (None, *state_shape), (torch.float32,), rows.device)
+    expect_tensor("kept rows", kept, (states.shape[0], None, width), (torch.float32,), rows.device)
+    expect(states.is_contiguous() and kept.is_contiguous(), "states and kept rows must be contiguous.")
+    check_batch(batch, rows.shape[0], states.shape[0], rows.device)
+    _check_kept(batch, kept.shape[1])
+
+
+def _check_kept(batch: RecurrentBatch, num_kept: int) -> None:
     """Check that the kept rows that are replayed, and those that are written, have places of their own.
 
     Only on the CPU, because on a device it would wait.

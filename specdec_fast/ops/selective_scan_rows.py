@@ -7,11 +7,7 @@ from torch import Tensor
 
 from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
-from specdec_fast.ops.recurrent_rows import (
-    advance_rows_,
-    check_batch,
-    check_kept,
-)
+from specdec_fast.ops.recurrent_rows import advance_rows_, check_pools
 from specdec_fast.ops.registry import Op
 
 
@@ -95,13 +91,7 @@ def _check(
     if skip is not None:
         expect_tensor("skip", skip, (channels,), fp32, device)
         expect(skip.is_contiguous(), "skip must be contiguous.")
-    states, kept = pools
-    expect_tensor("states", states, (None, state_dim, channels), fp32, device)
-    width = 2 * channels + num_groups * state_dim
-    expect_tensor("kept rows", kept, (states.shape[0], None, width), fp32, device)
-    expect(states.is_contiguous() and kept.is_contiguous(), "states and kept rows must be contiguous.")
-    check_batch(batch, num_rows, states.shape[0], device)
-    check_kept(batch, kept.shape[1])
+    check_pools(pools, (state_dim, channels), 2 * channels + num_groups * state_dim, batch, x)
 
 
 OP = Op(

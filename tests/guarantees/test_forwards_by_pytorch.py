@@ -19,7 +19,6 @@ from specdec_fast.models import row_counts
 from specdec_fast.ops import resolve
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.ragged_model import RaggedModel
-from support.grids import grid
 from support.models import CONFIGS, tiny_model
 from support.row_bits import SPECULATIONS, Alone, RecordedEngine, assert_same_bits, assert_same_bits_of_pair
 from support.source_tree import ROOT
@@ -28,7 +27,8 @@ CPU = torch.device("cpu")
 PROMPTS = [torch.randint(97, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 9, 17, 30, 5)]
 
 
-@pytest.mark.parametrize("dtype", grid([torch.bfloat16, torch.float16, torch.float32], keep=[]))
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_demo_pair_has_the_same_bits_in_every_batch(dtype, prompt_ids, monkeypatch):
     monkeypatch.setattr("support.row_bits.NEW_TOKENS", 8)
     assert_same_bits_of_pair(dtype, [prompt_ids[i][:12] for i in (4, 5, 9, 0, 1, 12, 6)], SPECULATIONS)
@@ -66,7 +66,8 @@ def gpt2():
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize(("batch_size", "k"), grid([(4, 2), (32, 9)], keep=[]))
+@pytest.mark.grid
+@pytest.mark.parametrize(("batch_size", "k"), [(4, 2), (32, 9)])
 def test_engines_of_all_sizes_have_the_same_bits(gpt2, batch_size, k):
     alone = Alone(gpt2, PROMPTS, enforce_eager=True)
     settings = {"max_batch_size": batch_size, "num_draft_tokens": k, "enforce_eager": True}

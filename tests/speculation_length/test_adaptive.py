@@ -89,7 +89,7 @@ def test_acceptance_that_changes_is_followed(regime):
     bad, good = (world(regime, acceptance, 4, num_sequences=12, new_tokens=512) for acceptance in (0.0, 0.95))
     policy = bad.prepared(AdaptiveLength())
     assert tokens_per_second(bad, policy) >= 0.97 * plain([bad])
-    assert tokens_per_second(good, policy) >= 1.2 * plain([good]), "explorations notice it in the course of this call"
+    assert tokens_per_second(good, policy) >= 1.2 * plain([good]), "explorations notice it during this call"
     assert tokens_per_second(good, policy) >= 0.95 * best_fixed([good], PLAIN_OR_USUAL)
     assert tokens_per_second(bad, policy) >= 0.95 * plain([bad])
     turning = world(regime, lambda number, position: 0.95 * (position >= 256), 1, num_sequences=4, new_tokens=512)
