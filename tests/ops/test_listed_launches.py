@@ -80,7 +80,10 @@ def conv_args(kernel: int, has_bias: bool, activation: str | None, dtype: torch.
 def attention_args(case: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     args = make("linear_attention_rows_", case, dtype)
     states, kept = args["pools"]
-    return {**args, "pools": (torch.empty(*states.shape[:2], key_dim, value_dim), kept)}
+    log_decay = args["log_decay"]
+    if log_decay.dim() == 3:  # a factor for each key channel
+        log_decay = torch.empty(*log_decay.shape[:2], key_dim)
+    return {**args, "log_decay": log_decay, "pools": (torch.empty(*states.shape[:2], key_dim, value_dim), kept)}
 
 
 # The sizes that the kernels' variants() name, where the sizes are part of a compilation.
