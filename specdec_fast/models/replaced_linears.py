@@ -91,7 +91,7 @@ class Linears:
             out = invariant_call(_in_chunks, function, flat, num_real, weight, bias)
         if len(out) != num_rows:
             out = pad(out, (0, 0, 0, num_rows - len(out)))
-        return out.view(*rows.shape[:-1], -1)
+        return out.view(*rows.shape[:-1], out.shape[-1])
 
     def _serves(self, function: str, weight: Any, bias: Any, smallest: int) -> bool:
         """Return whether the op computes a linear; the answer is the same for all linears of one shape."""

@@ -17,6 +17,7 @@ from specdec_fast.trees.rows import rows_of_trees
 from support.eagle3 import write_checkpoint
 from support.grids import grid
 from support.models import tiny_model, truncated_copy
+from support.mtp import Case
 from support.programs import CPU, needs_programs
 from support.repeated import Repeated
 from support.row_modules import OPS, VOCAB, WIDTH, function_of, pool_of
@@ -80,10 +81,23 @@ def test_eagle3_drafts_with_launches_in_a_graph(tmp_path, temperature, on_gpu, m
     """A whole phase of a step: projection, launches, choices."""
     model = truncated_copy(tiny_model("qwen3"), 2)
     write_checkpoint(tmp_path, model)
+    expect_launches(model, f"eagle3:{tmp_path}", temperature, monkeypatch)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next_moe"])
+def test_mtp_drafts_with_launches_in_a_graph(tmp_path, architecture, on_gpu, monkeypatch):
+    case = Case(architecture)
+    case.write(tmp_path, "qwen")
+    expect_launches(case.target, f"mtp:{tmp_path}", 1.0, monkeypatch)
+
+
+def expect_launches(model, draft, temperature, monkeypatch):
+    """Decode twice with a drafter whose program is launches in a graph, and compare with plain decoding."""
     prompts, params = [[5, 9, 2], [7, 3]], sd.SamplingParams(max_new_tokens=6, temperature=temperature, seed=3)
     monkeypatch.setitem(CAPTURES, "cpu", Repeated)
     expected = sd.Engine(model, None, enforce_eager=True).generate(prompts, params)
-    engine = sd.Engine(model, f"eagle3:{tmp_path}", num_draft_tokens=2)
+    engine = sd.Engine(model, draft, num_draft_tokens=2)
     described = engine.describe()["draft"]
     assert (described["forward_program"], described["why_no_program"]) == (True, None)
     for _ in range(2):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.drafters.base import Draft, DrafterContext, draft_of_trees
 from specdec_fast.drafters.eagle3.model import Eagle3Model, load_eagle3
@@ -29,9 +29,6 @@ class Eagle3Drafter(ChainDrafter):
 
     Where no tree may have all its nodes, it proposes chains, which take fewer rows to draft.
 
-    Attributes:
-        drafts_in_one_call: whether a call of a program drafts a whole step, where no request has a repetition penalty.
-
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target; or
             ``draft_tree`` has a node beyond the last id.
@@ -48,12 +45,9 @@ class Eagle3Drafter(ChainDrafter):
             model = load_eagle3(Path(folder), context.target, config.tap_layers)
         super().__init__(model, context, model.target_ids)
         self.taps = model.taps
-        page_size = config.page_size
-        self.rows = RowModule(model.layers_function(), model.ops, page_size, config.enforce_eager)
         # A program projects within the call that drafts; where there is no such call, PyTorch projects.
-        self._projection = RowModule(model.projection_function(), model.ops, page_size, self.rows.program is None)
-        self.drafts_in_one_call = self.rows.program is not None
-        self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
+        is_eager = self.rows.program is None
+        self._projection = RowModule(model.projection_function(), model.ops, config.page_size, is_eager)
         self._trees = trees_of(self.model, self.rows, context)
         self.max_nodes = 0 if self._trees is None else self._trees.max_nodes
         self.has_scores = self._trees is not None and not self._trees.is_static
@@ -67,8 +61,6 @@ class Eagle3Drafter(ChainDrafter):
             **super().describe(),
             "tap_layers": self.taps,
             "draft_vocab_size": self.model.config.draft_vocab_size,
-            "forward_program": self.rows.has_program,
-            "why_no_program": self.rows.why_no_program,
             "draft_tree": "chain" if self._trees is None else self._trees.described,
         }
 
@@ -105,9 +97,6 @@ class Eagle3Drafter(ChainDrafter):
         nodes = dict(zip(chosen, trees, strict=True))
         return draft_of_trees([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
-    def _in_one_call(self, sequences: list[Sequence]) -> bool:
-        return self.drafts_in_one_call and all(s.params.repetition_penalty == 1 for s in sequences)
-
     def _trees_of_program(
         self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[tuple[int, int]]
     ) -> DraftedTrees:
@@ -125,24 +114,8 @@ class Eagle3Drafter(ChainDrafter):
     def _projected(self, hidden_states: Tensor) -> Tensor:
         return self.model.project(hidden_states)
 
-    def _compute(self, rows: list[Rows]) -> None:
-        self.rows(self._pool(), *self._queued_batch(rows), self._no_rows)
-
-    def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
-        members = list(drafting)
-        counts = list(drafting.values())
-        if self._in_one_call(members):
-            queued = self._queued_rows(members)
-            token_ids = tokens_after(queued)
-            choice = self._choice(sampling_of(members, self._device))
-            return self.rows.draft(self._pool(), queued, token_ids, self._inputs(queued), counts, choice)
-        return super()._chains(drafting)
-
-    def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.rows(self._pool(), batch, inputs, wanted)
-
     def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
-        """Remove and return all queued features of some sequences; the call of a program projects them as well."""
+        # the call of a program projects them as well
         pieces = self._pieces(queued)
         program = self._projection.program
         if program is None or pieces[0].dtype != self.model.layout.dtype:

@@ -6,7 +6,8 @@ names are known (``FORMATS``):
 
 * DeepSeek-V3, GLM-4.5: the layer is the one behind the target's last, ``model.layers.N.``.
 * MiMo: ``model.mtp_layers.0.``; hidden state and embedding are joined in the other order.
-* Qwen3-Next, Qwen3.5, Mellum: ``mtp.layers.0.``, and the other parts one level up.
+* Qwen3-Next, Qwen3.5, Mellum: ``mtp.layers.0.``, and the other parts one level up. The names are the same where the
+  target's begin with ``model.language_model.``, because the checkpoint's model reads images as well.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
 from specdec_fast.drafters.shared.checkpoint.weights import files_by_name, read_tensor, tensor_names
-from specdec_fast.errors import ConfigError
+from specdec_fast.errors import ConfigError, NotYetSupportedError
 
 _FILES = ("model.safetensors.index.json", "model.safetensors")
-_SHARED = ("shared_head.head.weight", "embed_tokens.weight")  # copies of the target's
+_COPIES = ("shared_head.head.weight", "embed_tokens.weight")  # of the target's
 PARTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight")
+ENDS = ("embed_tokens.weight", "lm_head.weight")  # of which a layer may have its own
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Format:
     parts: tuple[str, str, str, str]  # names behind the prefix for PARTS, in that order
     block: str = ""  # what stands behind the prefix, before the names of the decoder layer
     is_hidden_first: bool = False  # whether eh_proj takes the hidden state before the embedding
+    has_ends: bool = False  # whether embedding and output layer in a checkpoint are its own, and no copies
 
 
 FORMATS = (
@@ -54,6 +59,7 @@ FORMATS = (
         r"mtp\.",
         ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
         block="layers.0.",
+        has_ends=True,
     ),
 )
 
@@ -65,8 +71,17 @@ class MtpWeights:
     where: str  # it was read, for messages
     format: Format  # how its checkpoint names it
     parts: dict[str, Tensor]  # the weights of PARTS
+    ends: dict[str, Tensor]  # those of ENDS that are the layer's own; the target gives the others
     block: dict[str, Tensor]  # the decoder layer's, under the names of the checkpoint behind "layers.N."
     num_layers: int  # number of MTP layers that the checkpoint has; the first one is read
+
+    def part(self, name: str) -> tuple[Tensor, str]:
+        """Return one of ``PARTS``, and what messages call it."""
+        return self.parts[name], self.named(self.format.parts[PARTS.index(name)])
+
+    def named(self, name: str) -> str:
+        """Return what messages call the weight with a name in the layer."""
+        return f"{name} in the MTP layer of {self.where!r}"
 
 
 def read_mtp(source: str, num_layers: int) -> MtpWeights:
@@ -76,6 +91,7 @@ def read_mtp(source: str, num_layers: int) -> MtpWeights:
 
     Raises:
         ConfigError: there are no such files or they are damaged, or they have no MTP layer, or it lacks a part.
+        NotYetSupportedError: the layer is quantised.
     """
     files = _files_of(source)
     for kind in FORMATS:
@@ -96,8 +112,20 @@ def _layer(source: str, kind: Format, names: dict[str, str], files: dict[str, Pa
     # Of several layers, the formats that number them behind the prefix keep the others here.
     numbered = re.compile(r"layers\.([1-9]\d*)\." if kind.block else r"(?!)")
     further = {match.group(1) for name in names.values() if (match := numbered.match(name))}
-    names = {key: name for key, name in names.items() if name not in _SHARED and not numbered.match(name)}
-    if others := sorted(key for key, name in names.items() if name not in known and not name.startswith(kind.block)):
+    copies = () if kind.has_ends else _COPIES
+    names = {key: name for key, name in names.items() if name not in copies and not numbered.match(name)}
+    tensors = {name: read_tensor(files[key], key) for key, name in names.items()}
+    for key, name in names.items():
+        if tensors[name].dtype not in _DTYPES:
+            raise NotYetSupportedError(
+                f"{source!r}: {key} is stored in {tensors[name].dtype}, so its MTP layer is quantised; expected one of "
+                f"{', '.join(map(str, _DTYPES))}. Take a checkpoint whose MTP layer is not quantised, as "
+                "'mtp:FOLDER', or another drafter."
+            )
+    ends = ENDS if kind.has_ends else ()
+    if others := sorted(
+        key for key, name in names.items() if name not in (*known, *ends) and not name.startswith(kind.block)
+    ):
         raise ConfigError(
             f"{source!r}: its MTP layer has weights that are not known: {', '.join(others[:4])} ({len(others)} in all)."
         )
@@ -107,14 +135,14 @@ def _layer(source: str, kind: Format, names: dict[str, str], files: dict[str, Pa
             f"{source!r} lacks weights of its MTP layer ({next(iter(names))}, ...): {', '.join(missing)}; take a "
             "complete checkpoint."
         )
-    parts = {}
-    block = {}
-    for key, name in names.items():
-        if name in known:
-            parts[known[name]] = read_tensor(files[key], key)
-        else:
-            block[name.removeprefix(kind.block)] = read_tensor(files[key], key)
-    return MtpWeights(source, kind, parts, block, 1 + len(further) + _num_further(kind, files, num_layers))
+    return MtpWeights(
+        source,
+        kind,
+        {known[name]: tensors.pop(name) for name in kind.parts},
+        {name: tensors.pop(name) for name in ends if name in tensors},
+        {name.removeprefix(kind.block): tensor for name, tensor in tensors.items()},
+        1 + len(further) + _num_further(kind, files, num_layers),
+    )
 
 
 def _num_further(kind: Format, files: dict[str, Path], num_layers: int) -> int:

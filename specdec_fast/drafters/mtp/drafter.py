@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.mtp.checkpoint import read_mtp
 from specdec_fast.drafters.mtp.model import MtpModel
@@ -25,7 +23,8 @@ class MtpDrafter(ChainDrafter):
 
     Raises:
         ConfigError: there is no MTP layer, or it does not fit the target.
-        NotYetSupportedError: the target does not attend fully in all layers, or its class cannot be made with one.
+        NotYetSupportedError: the layer is quantised, or the target has sliding windows, or its class cannot be made
+            with one layer.
     """
 
     taps = (FINAL,)
@@ -39,7 +38,8 @@ class MtpDrafter(ChainDrafter):
                 f"draft='mtp' reads the target's own checkpoint, but this {target.name} was made in memory; pass "
                 "'mtp:FOLDER'."
             )
-        weights = read_mtp(source or target.path, target.layout.num_layers)
+        # not the layers of the KV cache, because a layer of linear attention has no pages
+        weights = read_mtp(source or target.path, target.hf.config.num_hidden_layers)
         self._described = {"mtp_format": weights.format.name, "num_mtp_layers": weights.num_layers}
         with torch.inference_mode():
             model = MtpModel(weights, target, context.config.page_size)
@@ -56,15 +56,8 @@ class MtpDrafter(ChainDrafter):
         ragged = self.model.ragged
         itemsize = ragged.layout.dtype.itemsize
         rows = max(prefill_rows or MAX_PREFILL_ROWS, num_sequences * (num_draft_tokens + 1))
-        forward = rows * estimated_row_bytes(ragged.model, itemsize)
+        forward = self.rows.step_bytes(rows, num_sequences) or rows * estimated_row_bytes(ragged.model, itemsize)
         return forward + self._kept_bytes(num_sequences, rows) + num_sequences * ragged.vocab_size * itemsize
-
-    def _compute(self, rows: list[Rows]) -> None:
-        batch, features = self._queued_batch(rows)
-        self._forward(batch, features, batch.last_rows)
-
-    def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.model.forward(batch, self._pool(), inputs, wanted)
 
 
 def holds_mtp(folder: object) -> bool:

@@ -8,18 +8,19 @@ Features of accepted tokens arrive after the step, and the next proposal overwri
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import LearnedModel, TappedDrafter
+from specdec_fast.program import RowFunction
+from specdec_fast.program.executors import Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.drafting import draft_on_pages, first_tokens, laid_out_loop
 from specdec_fast.runner.graphs.buckets import Limits
@@ -27,21 +28,34 @@ from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.chains import ChainGraphs
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.graphs.phases import ChainParts
+from specdec_fast.runner.row_module import RowModule
+
+
+class ChainModel(LearnedModel, Protocol):
+    """What the model of a ``ChainDrafter`` has."""
+
+    def layers_function(self) -> RowFunction:
+        """Return its layers: from a feature, or the result for the row before, to logits and the row's result."""
 
 
 class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
-    A subclass computes rows (``_forward``), without waiting for the device. On a GPU the whole step is one graph if
-    some sequence gets K tokens and none has a repetition penalty.
+    On a CPU one call of a program drafts a whole step, if no sequence has a repetition penalty. On a GPU the step is
+    one graph if, besides, some sequence gets K tokens.
 
     Attributes:
+        rows: computes rows, without waiting for the device.
+        drafts_in_one_call: whether a call of a program drafts a whole step, where no request has a repetition penalty.
         graphs: of its steps; None on a device without graphs.
     """
 
-    def __init__(self, model: LearnedModel, context: DrafterContext, target_ids: Tensor | None = None) -> None:
+    def __init__(self, model: ChainModel, context: DrafterContext, target_ids: Tensor | None = None) -> None:
         super().__init__(model, context, target_ids)
         config = context.config
+        self.rows = RowModule(model.layers_function(), self._ops, config.page_size, config.enforce_eager)
+        self.drafts_in_one_call = self.rows.program is not None
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         capture = capture_for(context.device)
         most = config.most_draft_tokens
         limits = Limits(config.max_batch_size, most + 1, most)
@@ -61,9 +75,15 @@ class ChainDrafter(TappedDrafter):
         return None if self.graphs is not None else super().forward_seconds(row_counts)
 
     def describe(self) -> dict[str, Any]:
-        return described(self.graphs)
+        return {
+            **described(self.graphs),
+            "forward_program": self.rows.has_program,
+            "why_no_program": self.rows.why_no_program,
+        }
 
-    @abstractmethod
+    def _compute(self, rows: list[Rows]) -> None:
+        self.rows(self._pool(), *self._queued_batch(rows), self._no_rows)
+
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute ``T`` rows, and write their KV entries.
 
@@ -75,6 +95,7 @@ class ChainDrafter(TappedDrafter):
         Returns:
             Logits ``[R, ids]``, and what the next row takes, ``[T, H]``.
         """
+        return self.rows(self._pool(), batch, inputs, wanted)
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
@@ -92,6 +113,9 @@ class ChainDrafter(TappedDrafter):
         members = list(drafting)
         counts = list(drafting.values())
         queued = self._queued_rows(members)
+        if self._in_one_call(members):
+            choice = self._choice(sampling_of(members, self._device))
+            return self.rows.draft(self._pool(), queued, tokens_after(queued), self._inputs(queued), counts, choice)
         features = self._hidden_states(queued)
         of_graph = self._by_graph(queued, features, counts)
         if of_graph is not None:
@@ -99,6 +123,16 @@ class ChainDrafter(TappedDrafter):
         tokens = to_device(tokens_after(queued), self._device)
         hidden = self._projected(features)
         return draft_on_pages(self._pool(), queued, tokens, hidden, counts, self._forward, self._next_tokens)
+
+    def _in_one_call(self, sequences: list[Sequence]) -> bool:
+        return self.drafts_in_one_call and all(s.params.repetition_penalty == 1 for s in sequences)
+
+    def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
+        """Remove the queued features of some sequences, and return them as a call of the program takes them."""
+        return self._taken(queued)
+
+    def _choice(self, sampling: Sampling | None) -> TokenChoice:
+        return TokenChoice(self._vocab_size, sampling)
 
     def _by_graph(self, queued: list[Rows], features: Tensor, counts: list[int]) -> Tensor | None:
         """Return the tokens ``[B, K]`` that one graph chooses; None if there is none for these sequences.

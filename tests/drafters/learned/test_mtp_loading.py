@@ -181,10 +181,16 @@ def with_shape(name, *shape):
         (without("shared_head.norm.weight"), r"lacks weights of its MTP layer .*: shared_head.norm.weight"),
         (without("self_attn.k_proj.weight"), r"lacks weights of a layer of Qwen3ForCausalLM: .*self_attn.k_proj"),
         (with_shape("self_attn.extra.weight", 3), r"has unknown weights of a layer .*self_attn.extra.weight"),
-        (with_shape("enorm.weight", 31), r"enorm of .* has the shape \[31\]; expected \[32\]"),
-        (with_shape("eh_proj.weight", 32, 32), r"eh_proj of .* has the shape \[32, 32\]; expected \[32, 64\]"),
-        (with_shape("shared_head.norm.weight", 5), r"the last norm of .* has the shape \[5\]; expected \[32\]"),
-        (with_shape("mlp.up_proj.weight", 64, 31), r"does not fit Qwen3ForCausalLM"),
+        (with_shape("enorm.weight", 31), r"enorm.weight in the MTP layer of .* has the shape \[31\]; expected \[32\]"),
+        (
+            with_shape("eh_proj.weight", 32, 32),
+            r"eh_proj.weight in the MTP layer of .* has the shape \[32, 32\]; expected \[32, 64\]",
+        ),
+        (
+            with_shape("shared_head.norm.weight", 5),
+            r"shared_head.norm.weight in the MTP layer of .* has the shape \[5\]; expected \[32\]",
+        ),
+        (with_shape("mlp.up_proj.weight", 64, 31), r"mlp.up_proj.weight in the MTP .* \[64, 31\]; expected \[64, 32\]"),
     ],
 )
 def test_a_layer_that_does_not_fit_is_refused(folder, target, change, message):
