@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
-from specdec_fast.drafters.shared.checkpoint.weights import files_by_name, read_tensor, tensor_names
+from specdec_fast.drafters.shared.checkpoint.weights import files_by_name, read_some, tensor_names
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 
 _FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -114,7 +114,10 @@ def _layer(source: str, kind: Format, names: dict[str, str], files: dict[str, Pa
     further = {match.group(1) for name in names.values() if (match := numbered.match(name))}
     copies = () if kind.has_ends else _COPIES
     names = {key: name for key, name in names.items() if name not in copies and not numbered.match(name)}
-    tensors = {name: read_tensor(files[key], key) for key, name in names.items()}
+    tensors: dict[str, Tensor] = {}
+    for path in dict.fromkeys(files[key] for key in names):
+        read = read_some(path, [key for key in names if files[key] == path])
+        tensors |= {names[key]: tensor for key, tensor in read.items()}
     for key, name in names.items():
         if tensors[name].dtype not in _DTYPES:
             raise NotYetSupportedError(

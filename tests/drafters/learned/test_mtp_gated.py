@@ -21,6 +21,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.mtp.drafter import MtpDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import combinations, grid
@@ -38,6 +39,7 @@ WRITTEN = {
     "own ends": {"own_ends": ["embed_tokens", "lm_head"], "shards": 2},
     "stacked experts": {"stacked": True},
 }
+IN_LAST_LAYER = ("qwen3_5_hybrid", "deepseek")  # it is named after the number of all layers, not of those with pages
 PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 33, 9, 17))]
 PARAMS = [
     sd.SamplingParams(max_new_tokens=12, ignore_eos=True),
@@ -51,6 +53,7 @@ def target_of(case):
         return RaggedModel(case.target, OPS)
     target = copy.copy(RaggedModel(Case("qwen3").target, OPS))
     target.model = case.target
+    target.layout = KVLayout.uniform(1, 2, 16, torch.float32, torch.device("cpu"))  # one layer has pages
     target.hf = SimpleNamespace(config=case.target.config, sliding_layers=frozenset())
     return target
 
@@ -88,10 +91,13 @@ def test_logits_are_those_of_the_formulas(tmp_path, architecture, written, enfor
         assert distance > 0.01, f"the comparison would not see a wrong {name}"
 
 
-@pytest.mark.parametrize("architecture", grid(GATED, keep=["qwen3_next_moe", "qwen3_5_hybrid"]))
-def test_proposals_are_those_of_the_formulas(tmp_path, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    grid([*((name, "qwen") for name in GATED), IN_LAST_LAYER], keep=[("qwen3_next_moe", "qwen"), IN_LAST_LAYER]),
+)
+def test_proposals_are_those_of_the_formulas(tmp_path, architecture, kind):
     case = Case(architecture)
-    case.write(tmp_path, "qwen", own_ends=["lm_head"])
+    case.write(tmp_path, kind, own_ends=["lm_head"] if kind == "qwen" else ())
     engine = SimulatedEngine(case.target, load(case, tmp_path), case.drafted, seed=3)
     sequences = engine.new_sequences((1, 2, 9, 23), PARAMS)
     for _ in range(4):

@@ -59,14 +59,20 @@ def tensor_names(path: Path) -> list[str]:
         raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from error
 
 
-def read_tensor(path: Path, key: str) -> Tensor:
-    """Read one tensor of a safetensors file, and no other; else raise ``ConfigError``."""
+def read_some(path: Path, keys: list[str]) -> dict[str, Tensor]:
+    """Read some tensors of a safetensors file, and no other; else raise ``ConfigError``.
+
+    The file is opened once, because its list of names is long where experts are stored one by one.
+    """
+    tensors = {}
+    key = keys[0]
     try:
         with safe_open(path, "pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-            return tensor
+            for key in keys:
+                tensors[key] = file.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot read {key} in {str(path)!r}: {error}") from error
+    return tensors
 
 
 def read_weights(folder: Path, prefixes: Mapping[str, str] = _MODEL) -> dict[str, Tensor]:
