@@ -20,10 +20,10 @@ from support.triton_attention import (
     ENOUGH,
     OP,
     PIECES,
+    RULES,
     SMALL_PIECE,
     SPLIT,
     UNSPLIT,
-    WINDOWS,
     attention,
     each_type,
     launches,
@@ -80,7 +80,7 @@ def test_without_enough_counters_there_are_two_launches(monkeypatch):
     assert [name for name, _, _ in noted] == ["_attention_kernel", "_merge_kernel"]
 
 
-@pytest.mark.parametrize("shape", grid(PIECES, keep=["tree", "window", "softcap", "no_rows"]))
+@pytest.mark.parametrize("shape", grid(PIECES, keep=["tree", "window", "chunk", "softcap", "no_rows"]))
 @pytest.mark.parametrize("dtype", grid(DTYPES, keep=["fp16"]))
 def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch):
     split, unsplit = split_and_not(shape, dtype, monkeypatch)
@@ -99,10 +99,10 @@ def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
 
 # The batch is not split (6 programs) and a part of it is (2): decoding, chunks, and a sequence alone against the batch.
 @pytest.mark.grid
-@combinations(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
-def test_rows_are_independent(chunk, window, dtype, small_pieces, monkeypatch):
+@combinations(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, rule=RULES, dtype=DTYPES)
+def test_rows_are_independent(chunk, rule, dtype, small_pieces, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 6)
-    shape = PagedShape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, sliding_window=window)
+    shape = PagedShape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, **rule)
     assert_rows_independent(attention, make(shape, dtype), chunk)
 
 

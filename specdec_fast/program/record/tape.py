@@ -230,7 +230,7 @@ class Tape:
         heads = self._heads(query)
         out = self.fresh_like(result, 0, ROWS)
         sinks = None if params.sinks is None else self._constant(params.sinks)
-        rule = (params.scale, params.sliding_window, params.softcap, sinks)
+        rule = (params.scale, params.sliding_window, params.softcap, sinks, params.attention_chunk)
         self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
         self.bind(result, out)
 
