@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.ops import resolve
 from specdec_fast.program import NotLowerableError, compile_forward
 from support.models import VOCAB_SIZE
@@ -113,7 +114,7 @@ def test_a_vector_of_whole_numbers_is_watched_for_changes():
     """A program keeps a copy of it, in fp32."""
     model = Function(lambda x, p: x * model.kinds[p][..., None])
     model.register_buffer("kinds", KINDS.clone())
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     assert any(tensor is model.kinds for tensor in plan.baked)
 
 
@@ -138,7 +139,7 @@ def test_numbers_are_compared_in_the_dtype_of_the_rows(dtype):
 
 def recorded(function, max_positions):
     model = Function(function)
-    return compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset(), None, max_positions)
+    return compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules(), None, max_positions)
 
 
 LENGTH = {
@@ -195,7 +196,7 @@ class Rewriting(Function):
 @torch.inference_mode()
 def test_a_program_sees_what_the_model_wrote_while_it_was_recorded():
     model, token_ids = Rewriting(), torch.arange(9)
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     assert all(tensor is not model.factors for tensor in plan.baked)
     program = compiled(model)
     expected = model(token_ids[None], None)[0]

@@ -113,10 +113,11 @@ class _Inputs(nn.Module):
 
 
 def _expect_full_attention(target: RaggedModel) -> None:
-    """Raise ``NotYetSupportedError`` if a layer of the target has a sliding window: it is not known which has MTP's."""
-    if target.hf.sliding_layers:
+    """Raise ``NotYetSupportedError`` if a layer of the target has a window or chunks: those of MTP's are not known."""
+    limited = target.hf.rules.sliding | set(target.hf.rules.chunks)
+    if limited:
         raise NotYetSupportedError(
-            f"{target.name} has sliding windows in {len(target.hf.sliding_layers)} of its {target.layout.num_layers} "
+            f"{target.name} has sliding windows or chunks in {len(limited)} of its {target.layout.num_layers} "
             "layers; MTP layers are served where the target attends fully in all of them. Use another drafter."
         )
 
