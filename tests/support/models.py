@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteSWAConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -55,6 +56,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "phi3": Phi3Config(**TINY_GROUPED),
     "granite-swa": GraniteSWAConfig(
         **TINY_GROUPED, sliding_window=7, layer_rope_theta=[1e4] * 3, attention_multiplier=0.3
+    ),
+    "llama4": Llama4TextConfig(  # chunks; the last layer has no RoPE, but scales queries in steps of four positions
+        **TINY_GROUPED,
+        intermediate_size_mlp=64,
+        head_dim=8,
+        moe_layers=[],
+        no_rope_layers=[1, 1, 0],
+        attention_chunk_size=8,
+        floor_scale=4,
+        attn_scale=0.5,
     ),
     "gpt2": GPT2Config(**_GPT2),
     "gpt-neox": GPTNeoXConfig(**TINY),
