@@ -59,7 +59,10 @@ def tile_of(
 def _visible(tile, row_position, window, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr):
     """Return the mask [BLOCK_M, BLOCK_N] of the entries of a tile of KV that each row sees."""
     column = tl.arange(0, BLOCK_N)[None, :]
-    within = column >= (first_visible(row_position, window, CHUNKED) - tile)[:, None]
+    if CHUNKED:
+        within = column >= (first_visible(row_position, window, CHUNKED) - tile)[:, None]
+    else:
+        within = column > (row_position - window - tile)[:, None]
     return (column <= (row_position - tile)[:, None]) & within
 
 

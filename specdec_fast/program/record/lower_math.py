@@ -112,9 +112,9 @@ def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1,
     integers = _with_numbers_of_rows(tape, result, code, left, right) if alpha == 1 else None
     if integers is not None:
         tape.bind(result, integers)
-    elif isinstance(value, (Index, Extent)) and code in ("add", "sub") and isinstance(right, int):
+    elif isinstance(value, (Index, Preceding, Extent)) and code in ("add", "sub") and isinstance(right, int):
         added = int(right * alpha) * (1 if code == "add" else -1)
-        shifted = replace(value, added=value.added + added) if isinstance(value, Index) else value.shifted(added)
+        shifted = value.shifted(added) if isinstance(value, Extent) else replace(value, added=value.added + added)
         tape.bind(result, shifted)
     elif alpha != 1:
         raise NotLowerableError(f"{code} with a factor")
