@@ -121,7 +121,6 @@ _CASES = (
     ("chunk_decode", "one row: first, last and in the middle", PagedShape((41, 48, 3), (1, 1, 1), attention_chunk=8)),
     ("chunk_prefill", "a prompt of chunks that end in no page", PagedShape((50, 150), (50, 90), attention_chunk=23)),
     ("chunk_of_tiles", "chunks that tiles divide", PagedShape((300, 129), (70, 3), attention_chunk=128)),
-    ("chunk_softcap_sinks", "all at once", PagedShape((40, 9), (6, 1), softcap=2.0, sinks=True, attention_chunk=8)),
     ("tree_chunk", "a chunk that ends in a path", PagedShape((70, 99), (9, 7), attention_chunk=32, tree=True)),
     ("sinks", "one more term in the denominator", PagedShape((70, 9, 1), (6, 9, 1), sinks=True)),
     ("sinks_fp32", "kept in fp32", PagedShape((33, 9), (3, 1), sinks=True, sinks_dtype=torch.float32)),
