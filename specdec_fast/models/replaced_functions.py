@@ -63,8 +63,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Serve an attention call of ``transformers``: write its keys and values to pages and attend over these.
 
-    No mask is needed: it passes a window, and the cache knows the layers that attend within chunks. ``transformers``
-    passes attention sinks as ``s_aux``.
+    No mask is needed: a model passes its sliding window, and the cache knows which layers attend within chunks.
+    ``transformers`` passes attention sinks as ``s_aux``.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache = active_cache.get()
