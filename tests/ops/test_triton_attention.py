@@ -14,6 +14,7 @@ from support.op_checks import assert_agrees, assert_rows_independent, same_bits
 pytest.importorskip("triton")
 from bench.op_cases.paged_attention import PagedShape
 from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.triton_kernels import attention_tile
 from specdec_fast.triton_kernels import paged_attention as module
 from support.triton_attention import (
     DTYPES,
@@ -87,6 +88,15 @@ def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch)
     assert same_bits(split, unsplit)
     args = make(shape, dtype)
     assert_agrees(OP, split, OP.load("torch")(**args), args)
+
+
+def test_comparison_rejects_a_chunk_that_begins_a_row_early(small_pieces, monkeypatch):
+    args = make(PIECES["chunk"])
+    expected = OP.load("torch")(**args)
+    assert_agrees(OP, attention(**args), expected, args)
+    monkeypatch.setattr(attention_tile, "first_visible", lambda position, size, _: (position + 1) // size * size)
+    with pytest.raises(AssertionError):
+        assert_agrees(OP, attention(**args), expected, args)
 
 
 def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
