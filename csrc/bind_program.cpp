@@ -160,11 +160,11 @@ void bind_program(py::module_& m) {
            })
       .def("add_attend",
            [](Program& self, std::int64_t layer, std::int64_t num_heads, std::array<std::int64_t, 3> query, int out,
-              std::array<double, 3> params, const Sinks& sinks) {
+              std::array<double, 4> params, const Sinks& sinks) {
              self.add(AttendStep{layer, num_heads, {static_cast<int>(query[0]), query[1], query[2]}, out,
                                  static_cast<float>(params[0]), static_cast<float>(params[2]),
-                                 static_cast<std::int64_t>(params[1]), pointer<const void>(sinks.first),
-                                 static_cast<DType>(sinks.second)});
+                                 static_cast<std::int64_t>(params[1]), static_cast<std::int64_t>(params[3]),
+                                 pointer<const void>(sinks.first), static_cast<DType>(sinks.second)});
            })
       .def("add_gather", [](Program& self, int in, int out) { self.add(GatherStep{in, out}); })
       .def(

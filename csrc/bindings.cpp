@@ -70,7 +70,7 @@ void append_kv(std::uintptr_t key_cache, std::uintptr_t value_cache, std::int64_
 void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<std::uintptr_t, 2> caches,
                      std::array<std::int64_t, 6> shape, std::array<std::uintptr_t, 3> indices,
                      std::array<std::int64_t, 2> batch, std::array<std::int64_t, 2> tree_mask,
-                     std::array<double, 3> params, const Sinks& sinks, std::uintptr_t out, int num_threads) {
+                     std::array<double, 4> params, const Sinks& sinks, std::uintptr_t out, int num_threads) {
   specdec::paged_attention({static_cast<specdec::DType>(dtype), query[3],
                             pointer<const void>(static_cast<std::uintptr_t>(query[0])), query[1], query[2],
                             pointer<const void>(caches[0]), pointer<const void>(caches[1]),
@@ -80,7 +80,7 @@ void paged_attention(int dtype, std::array<std::int64_t, 4> query, std::array<st
                             pointer<const std::int32_t>(static_cast<std::uintptr_t>(tree_mask[0])),
                             tree_mask[1],
                             static_cast<float>(params[0]), static_cast<std::int64_t>(params[1]),
-                            static_cast<float>(params[2]),
+                            static_cast<std::int64_t>(params[3]), static_cast<float>(params[2]),
                             pointer<const void>(sinks.first), static_cast<specdec::DType>(sinks.second),
                             pointer<void>(out), num_threads});
 }

@@ -30,11 +30,13 @@ def merging_kernel(
     partial_states,  # [T, num_heads, num_splits, 2] fp32, maximum and total
     stride_query_row, stride_query_head, num_kv_heads, max_pages,
     max_tiles, num_splits,  # most tiles of a sequence; most pieces of a tile
-    path_width, window, inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
+    path_width, window,  # CHUNKED: positions of a chunk; else those that a row sees
+    inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
     counters,  # [sequences x tiles x KV heads] int32, zeros before and after
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Compute one piece of a tile's context, and merge all of them if the others are there."""
     wait(OVERLAPS)
@@ -43,7 +45,7 @@ def merging_kernel(
     sequence = (place // max_tiles).to(tl.int64)
     first_pair = (max_tiles - 1 - place % max_tiles) * BLOCK_M  # last tiles first: they see most positions
     first_query, num_rows, prefix, first_row, last_row, begin, end = tile_of(
-        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
+        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE, CHUNKED
     )
     piece = begin // PIECE
     last_piece = (end - 1) // PIECE
@@ -56,17 +58,18 @@ def merging_kernel(
         query, key_cache, value_cache, block_table, paths, stride_query_row, stride_query_head, num_kv_heads, max_pages,
         path_width, window, inner_scale, score_scale, sequence, kv_head, first_pair, first_query, num_rows, prefix,
         first_row, last_row, begin, end, piece, last_piece, HEAD_DIM, VALUE_DIM, GROUP, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE,
+        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE, CHUNKED,
     )  # fmt: skip
     store_tile(
         sums, maximum, total, sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k, sequence, first_pair,
-        kv_head, num_kv_heads * GROUP, num_splits, window, VALUE_DIM, GROUP, BLOCK_M, BLOCK_V, TREE, SINKS,
+        kv_head, num_kv_heads * GROUP, num_splits, window, VALUE_DIM, GROUP, BLOCK_M, BLOCK_V, TREE, CHUNKED,
+        SINKS,
     )  # fmt: skip
     tl.debug_barrier()  # every thread's part of the state is written before one of them counts
     number = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel")
     # Loaded again from memory, as in ``store_tile``.
     first_query, num_rows, _, _, _, begin, end = tile_of(
-        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
+        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE, CHUNKED
     )
     if number == (end - 1) // PIECE - begin // PIECE:
         merge_pieces(

@@ -32,11 +32,17 @@ UNSPECIALISED = (*BATCH_TENSORS, *BATCH_NUMBERS, "sinks")  # sinks are read one 
 
 
 @triton.jit
+def first_visible(position, window, CHUNKED: tl.constexpr):
+    """Return the first position that a row sees, or a number below 0; CHUNKED: ``window`` is the size of a chunk."""
+    return position // window * window if CHUNKED else position - window + 1
+
+
+@triton.jit
 def tile_of(
     cu_seqlens_q,  # [B + 1] int32
     seqused_k,  # [B] int32
     sequence, first_pair, window,
-    GROUP: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Return a sequence's first query, rows and prefix; of ``PAIRS`` pairs the rows, and what these see."""
     first_query = tl.load(cu_seqlens_q + sequence)
@@ -45,15 +51,18 @@ def tile_of(
     first_row = first_pair // GROUP
     last_row = tl.minimum((first_pair + PAIRS - 1) // GROUP, num_rows - 1)
     lowest = prefix if TREE else prefix + first_row  # in a tree the rows are not sorted by depth
-    begin = tl.maximum(lowest - window + 1, 0)
+    begin = tl.maximum(first_visible(lowest, window, CHUNKED), 0)
     return first_query, num_rows, prefix, first_row, last_row, begin, prefix + last_row + 1
 
 
 @triton.jit
-def _visible(tile, row_position, window, BLOCK_N: tl.constexpr):
+def _visible(tile, row_position, window, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr):
     """Return the mask [BLOCK_M, BLOCK_N] of the entries of a tile of KV that each row sees."""
     column = tl.arange(0, BLOCK_N)[None, :]
-    within = column > (row_position - window - tile)[:, None]
+    if CHUNKED:
+        within = column >= (first_visible(row_position, window, CHUNKED) - tile)[:, None]
+    else:
+        within = column > (row_position - window - tile)[:, None]
     return (column <= (row_position - tile)[:, None]) & within
 
 
@@ -79,7 +88,8 @@ def _fold(
     path,  # [path_width] int32, the path of the last row that takes part; read if TREE and PARTIAL
     num_kv_heads, prefix, end, window, inner_scale, score_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold tiles of KV into a softmax state (arXiv 2205.14135, algorithm 1).
 
@@ -107,7 +117,7 @@ def _fold(
             values = _load_entries(value_at, inside, value_dims, VALUE_DIM, PARTIAL)
             usable = inside & (tl.max(tl.where(finite(values), 0, 1), axis=1) == 0)
             products = tl.where((inside != usable)[None, :], float("nan"), products)
-            visible = _visible(tile, row_position, window, BLOCK_N)
+            visible = _visible(tile, row_position, window, BLOCK_N, CHUNKED)
             scores = tl.where(visible, scores, float("-inf"))
         later_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         shift = shift_of(later_maximum)
@@ -132,6 +142,7 @@ def reduce_piece(
     path_width, num_kv_heads, prefix, end, window, inner_scale, score_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax state of one piece of the context, which begins empty; the arguments are those of _fold."""
     full_stop = tl.maximum(tl.minimum(stop, all_end // BLOCK_N * BLOCK_N), start)
@@ -158,7 +169,8 @@ def reduce_piece(
             sums, maximum, total = _fold(
                 sums, maximum, total, first, last, queries, position, key_cache, value_cache, pages, path,
                 num_kv_heads, prefix, path_end, window, inner_scale, score_scale,
-                HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, SOFTCAP, TREE, PARTIAL=part == 0,
+                HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, SOFTCAP, TREE, CHUNKED,
+                PARTIAL=part == 0,
             )  # fmt: skip
     return sums, maximum, total
 
@@ -171,7 +183,7 @@ def state_of_tile(
     piece, last_piece,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Return the softmax state of a tile over some pieces of its context."""
     pair = first_pair + tl.arange(0, BLOCK_M)
@@ -188,11 +200,11 @@ def state_of_tile(
     for index in range(piece, last_piece + 1):
         sums_of_piece, maximum_of_piece, total_of_piece = reduce_piece(
             tl.maximum(index * PIECE, begin // BLOCK_N * BLOCK_N), tl.minimum(index * PIECE + PIECE, end),
-            tl.maximum(prefix + last_row - window + 1, 0), prefix if TREE else prefix + first_row + 1,
-            queries, row_position, row - first_row, first_row, last_row, key_cache + kv_head * HEAD_DIM,
-            value_cache + kv_head * VALUE_DIM, block_table + sequence * max_pages, paths, path_width, num_kv_heads,
-            prefix, end, window, inner_scale, score_scale, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_V, SOFTCAP, TREE,
+            tl.maximum(first_visible(prefix + last_row, window, CHUNKED), 0),
+            prefix if TREE else prefix + first_row + 1, queries, row_position, row - first_row, first_row, last_row,
+            key_cache + kv_head * HEAD_DIM, value_cache + kv_head * VALUE_DIM, block_table + sequence * max_pages,
+            paths, path_width, num_kv_heads, prefix, end, window, inner_scale, score_scale, HEAD_DIM, VALUE_DIM,
+            PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, SOFTCAP, TREE, CHUNKED,
         )  # fmt: skip
         sums, maximum, total = merge(sums, maximum, total, sums_of_piece, maximum_of_piece, total_of_piece)
     return sums, maximum, total
@@ -213,12 +225,12 @@ def store_tile(
     sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k,  # as in the kernel
     sequence, first_pair, kv_head, num_heads, num_splits, window,
     VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, TREE: tl.constexpr,
-    SINKS: tl.constexpr,
+    CHUNKED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's result, or its state if the context is split."""
     # Loaded again from memory: values kept in registers throughout the loops would spill.
     first_query, num_rows, _, first_row, last_row, _, _ = tile_of(
-        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
+        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE, CHUNKED
     )
     pair = first_pair + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_V)

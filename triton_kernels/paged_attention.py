@@ -54,10 +54,12 @@ def _attention_kernel(
     partial_states,  # [T, num_heads, num_splits, 2] fp32, maximum and total; written if split
     stride_query_row, stride_query_head, num_kv_heads, max_pages,
     max_tiles, num_splits,  # most tiles of a sequence; most pieces of a tile, 0: not split
-    path_width, window, inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
+    path_width, window,  # CHUNKED: positions of a chunk; else those that a row sees
+    inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAPS)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -65,7 +67,7 @@ def _attention_kernel(
     sequence = (place // max_tiles).to(tl.int64)
     first_pair = (max_tiles - 1 - place % max_tiles) * BLOCK_M  # last tiles first: they see most positions
     first_query, num_rows, prefix, first_row, last_row, begin, end = tile_of(
-        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE
+        cu_seqlens_q, seqused_k, sequence, first_pair, window, GROUP, BLOCK_M, TREE, CHUNKED
     )
     piece = begin // PIECE
     last_piece = (end - 1) // PIECE
@@ -79,11 +81,12 @@ def _attention_kernel(
         query, key_cache, value_cache, block_table, paths, stride_query_row, stride_query_head, num_kv_heads, max_pages,
         path_width, window, inner_scale, score_scale, sequence, kv_head, first_pair, first_query, num_rows, prefix,
         first_row, last_row, begin, end, piece, last_piece, HEAD_DIM, VALUE_DIM, GROUP, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE,
+        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE, CHUNKED,
     )  # fmt: skip
     store_tile(
         sums, maximum, total, sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k, sequence, first_pair,
-        kv_head, num_kv_heads * GROUP, num_splits, window, VALUE_DIM, GROUP, BLOCK_M, BLOCK_V, TREE, SINKS,
+        kv_head, num_kv_heads * GROUP, num_splits, window, VALUE_DIM, GROUP, BLOCK_M, BLOCK_V, TREE, CHUNKED,
+        SINKS,
     )  # fmt: skip
 
 
@@ -97,7 +100,8 @@ def _merge_kernel(
     out,  # [T, num_heads, VALUE_DIM], contiguous
     num_kv_heads, max_tiles, num_splits, window,  # tiles of PAIRS here
     VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-    PIECE: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    PIECE: tl.constexpr, PAIRS: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAPS)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -106,7 +110,7 @@ def _merge_kernel(
     first_pair = place % max_tiles * PAIRS
     # The pieces of these pairs are those of their tile in the first kernel.
     first_query, num_rows, _, _, _, begin, end = tile_of(
-        cu_seqlens_q, seqused_k, sequence, first_pair // BLOCK_M * BLOCK_M, window, GROUP, BLOCK_M, TREE
+        cu_seqlens_q, seqused_k, sequence, first_pair // BLOCK_M * BLOCK_M, window, GROUP, BLOCK_M, TREE, CHUNKED
     )
     if first_pair >= num_rows * GROUP:
         return
@@ -161,7 +165,7 @@ def _with(launch: Launch, **flags: int) -> Launch:
 
 def _merge_launch(launch: Launch) -> Launch:
     """Return the launch of the second kernel for one of the first kernel, with the same flags."""
-    shared = ("VALUE_DIM", "GROUP", "BLOCK_M", "BLOCK_V", "PIECE", "TREE", "SINKS", "OVERLAPS")
+    shared = ("VALUE_DIM", "GROUP", "BLOCK_M", "BLOCK_V", "PIECE", "TREE", "CHUNKED", "SINKS", "OVERLAPS")
     constexprs = {name: launch.constexprs[name] for name in shared}
     return Launch({**constexprs, "PAIRS": _MERGED_PAIRS}, num_warps=4, num_stages=2)
 
@@ -176,7 +180,8 @@ def _aligned(query: Tensor) -> Tensor:
 def num_splits_of(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: int, bytes_per_split: int) -> int:
     """Return the most pieces that a tile's rows see, or 0 if one program should compute all pieces of a tile."""
     rows = min(batch.max_seqlen_q, rows_of_tile) if batch.tree_mask is None else batch.max_seqlen_q
-    in_window = triton.cdiv(window + rows - 2, PIECE) + 1  # wherever the first position lies in its piece
+    # The rows see at most `window + rows - 1` positions, of chunks too, wherever the first one lies in its piece.
+    in_window = triton.cdiv(window + rows - 2, PIECE) + 1
     num_splits = min(in_window, triton.cdiv(batch.max_seqlen_k, PIECE))
     pays = num_splits > 1 and num_tiles < _ENOUGH_PROGRAMS and num_splits * bytes_per_split <= _LARGEST_BUFFER
     return num_splits if pays else 0
@@ -207,12 +212,13 @@ def attend(
     tree = batch.tree_mask is not None
     sinks = params.sinks
     launch = launch_config(query.dtype, head_dim, value_dim, group)
-    launch = _with(launch, SOFTCAP=params.softcap is not None, TREE=tree, SINKS=sinks is not None)
+    chunked = params.attention_chunk is not None
+    launch = _with(launch, SOFTCAP=params.softcap is not None, TREE=tree, CHUNKED=chunked, SINKS=sinks is not None)
     sinks = query if sinks is None else sinks
     block_m = launch.constexprs["BLOCK_M"]
     max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
     columns = batch.seqused_k.numel() * num_kv_heads
-    window = min(params.sliding_window or _NO_WINDOW, _NO_WINDOW)
+    window = min(params.sliding_window or params.attention_chunk or _NO_WINDOW, _NO_WINDOW)
     num_splits = num_splits_of(batch, window, columns * max_tiles, triton.cdiv(block_m, group) + 1, 4 * out.numel())
     partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)
     partial_states = torch.empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=query.device)
@@ -254,6 +260,7 @@ def attend(
     return out
 
 
+_NO_FLAGS = {"SOFTCAP": False, "TREE": False, "CHUNKED": False, "SINKS": False}
 # Head size of keys and of values, group, page size, flags.
 _USUAL = (
     (64, 64, 1, 16, {}),
@@ -266,6 +273,8 @@ _USUAL = (
     (128, 128, 4, 16, {"TREE": True}),
     (128, 128, 8, 256, {"SOFTCAP": True, "TREE": True}),
     (192, 128, 1, 16, {}),
+    (128, 128, 5, 16, {"CHUNKED": True}),
+    (128, 128, 5, 16, {"CHUNKED": True, "TREE": True}),
     (256, 256, 2, 16, {"SOFTCAP": True}),
 )
 
@@ -282,8 +291,7 @@ def variants() -> Iterator[Variant]:
         types |= dict.fromkeys(partials, "*fp32")
         merging = {name: kind for name, kind in types.items() if name in _merge_kernel.arg_names}
         for head_dim, value_dim, group, page_size, flags in _USUAL:
-            launch = _with(launch_config(dtype, head_dim, value_dim, group), SOFTCAP=False, TREE=False, SINKS=False)
-            launch = _with(launch, **flags)
+            launch = _with(launch_config(dtype, head_dim, value_dim, group), **(_NO_FLAGS | flags))
             dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}_{value_dim}"
             name = "_".join((kind, f"dim{dims}", f"group{group}", *(flag.lower() for flag in flags)))
             paged = _with(launch, PAGE_SIZE=page_size)

@@ -39,10 +39,10 @@ def sdpa_dense(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, para
     """Call torch's SDPA on a dense batch ``[B, num_kv_heads, context, head_dim]``.
 
     It gets a mask, or for whole prompts ``is_causal``, which is faster. Contexts and row counts must be equal, without
-    window, soft cap, sinks or tree.
+    window, chunks, soft cap, sinks or tree.
     """
     contexts, counts = set(batch.seqused_k.tolist()), set(batch.cu_seqlens_q.diff().tolist())
-    special = (params.sliding_window, params.softcap, params.sinks, batch.tree_mask)
+    special = (params.sliding_window, params.attention_chunk, params.softcap, params.sinks, batch.tree_mask)
     if len(contexts) != 1 or len(counts) != 1 or any(x is not None for x in special):
         return None
     context, num_rows = contexts.pop(), counts.pop()
@@ -118,7 +118,7 @@ def attention_in_float64(
     for b, context in enumerate(batch.seqused_k.tolist()):
         pages = batch.block_table[b, : -(-context // kv[0].shape[1])].long()
         key, value = (cache[pages].flatten(0, 1)[:context].double() for cache in kv)  # [context, num_kv_heads, D]
-        seen = _seen(batch, b, context, params.sliding_window)
+        seen = _seen(batch, b, context, params)
         for first in range(starts[b], starts[b + 1], ROW_BLOCK):
             block = slice(first, min(first + ROW_BLOCK, starts[b + 1]))
             rows = query[block].double().unflatten(1, (key.shape[1], -1))  # [rows, num_kv_heads, group, D]
@@ -134,7 +134,7 @@ def attention_in_float64(
     return out
 
 
-def _seen(batch: PagedBatch, b: int, context: int, sliding_window: int | None) -> Tensor:
+def _seen(batch: PagedBatch, b: int, context: int, params: AttentionParams) -> Tensor:
     """Return the mask ``[rows, context]`` of the KV entries that each row of sequence ``b`` sees."""
     first, last = batch.cu_seqlens_q[b : b + 2].tolist()
     column = torch.arange(context, device=batch.seqused_k.device)
@@ -145,8 +145,13 @@ def _seen(batch: PagedBatch, b: int, context: int, sliding_window: int | None) -
     else:
         own = (batch.tree_mask[first:last, row // TREE_MASK_BITS] >> (row % TREE_MASK_BITS)) & 1 == 1
     seen = torch.cat([own.new_ones(len(row), prefix), own], dim=1)
-    if sliding_window is not None:  # counted from a row's depth, which in a chain is its index
-        seen &= column > (prefix + own.sum(dim=1, keepdim=True) - 1) - sliding_window
+    # Positions of a row and of the entries on its path: a row's depth, which in a chain is its index, counts.
+    position = prefix + own.sum(dim=1, keepdim=True) - 1
+    at = torch.cat([column[:prefix].expand(len(row), prefix), prefix + own.cumsum(dim=1) - 1], dim=1)
+    if params.sliding_window is not None:
+        seen &= at > position - params.sliding_window
+    if params.attention_chunk is not None:
+        seen &= at // params.attention_chunk == position // params.attention_chunk
     return seen
 
 

@@ -60,7 +60,8 @@ _OTHERS = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), 256),
     **dict.fromkeys(("num_kv_shared_layers", "zero_expert_num", "n_groups"), 2),
-    "sliding_window": 12,
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 12),
+    "floor_scale": 8,  # positions in a step of Llama-4's factor on queries
     "initializer_range": 0.3,  # wide weights, so that texts vary
 }
 _VOCABULARIES = dict.fromkeys(

@@ -63,7 +63,7 @@ def _compare_model(
     ops = resolve(device, "triton")
     hf = HFModel(model, ops, torch.arange(_PROBE_TOKENS, device=device) % sizes.vocab_size)
     with hf.hooked():
-        plan = compile_forward(model, hf.call, hf.layout, ops, hf.sliding_layers)
+        plan = compile_forward(model, hf.call, hf.layout, ops, hf.rules)
     programs = {name: TritonProgram(plan, ops, **options) for name, options in _WAYS.items()}
     for batch_size in sizes.prompts:
         pool, batch = _batch(hf, batch_size, count, sizes, device)

@@ -154,7 +154,7 @@ class _Costs:
 
     def _attention(self, attend: Attend) -> Iterator[Kernel]:
         shape, batch, rows = self._plan.kv_shapes[attend.layer], self._batch, self._batch.num_rows
-        window = attend.sliding_window or batch.context
+        window = attend.sliding_window or attend.attention_chunk or batch.context
         context = min(batch.context, window)
         per_row = attend.num_heads * (shape.key_head_dim + shape.value_head_dim)
         num_bytes = (batch.batch_size * context * _numbers(shape) + rows * per_row) * self._itemsize

@@ -53,7 +53,7 @@ def record(shape: ModelShape, vocab_size: int, dtype: torch.dtype) -> Recorded:
     ops = resolve(torch.device("cpu"))
     hf = HFModel(model, ops, torch.arange(_PROBE_TOKENS) % vocab_size)
     with hf.hooked():
-        plan = compile_forward(model, hf.call, hf.layout, ops, hf.sliding_layers)
+        plan = compile_forward(model, hf.call, hf.layout, ops, hf.rules)
     return Recorded(plan, few.num_hidden_layers, shape.num_hidden_layers)
 
 

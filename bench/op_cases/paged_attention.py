@@ -31,6 +31,7 @@ class PagedShape:
     sinks: bool = False
     sinks_dtype: torch.dtype | None = None  # None: as the query
     tree: bool = False
+    attention_chunk: int | None = None
 
     def draw(self, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments of ``paged_attention``; what must not be read is NaN."""
@@ -46,11 +47,12 @@ class PagedShape:
             tree_mask=_random_trees(self.rows, generator) if self.tree else None,
         )
         sinks = torch.randn(self.heads, generator=generator).to(self.sinks_dtype or dtype) if self.sinks else None
+        rule = (self.head_dim**-0.5, self.sliding_window, self.softcap, sinks, self.attention_chunk)
         return {
             "query": query.transpose(0, 1),
             "kv": (kv[0, ..., : self.head_dim].contiguous(), kv[1, ..., :value_dim].contiguous()),
             "batch": batch,
-            "params": AttentionParams(self.head_dim**-0.5, self.sliding_window, self.softcap, sinks),
+            "params": AttentionParams(*rule),
         }
 
     def _paged(self, value_dim: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -88,8 +90,11 @@ def _random_trees(rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 def _bytes_moved(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> int:
     entries = batch.seqused_k
+    rows = batch.cu_seqlens_q.diff()
     if params.sliding_window is not None:
-        entries = entries.minimum(params.sliding_window + batch.cu_seqlens_q.diff() - 1)
+        entries = entries.minimum(params.sliding_window + rows - 1)
+    if params.attention_chunk is not None:  # from the beginning of the first row's chunk on
+        entries = entries - (entries - rows).clamp(min=0) // params.attention_chunk * params.attention_chunk
     (num_rows, num_heads, head_dim) = query.shape
     (num_kv_heads, value_dim) = kv[1].shape[2:]
     numbers = int(entries.sum()) * num_kv_heads + num_rows * num_heads  # keys and queries, values and output
@@ -112,6 +117,11 @@ _CASES = (
     ("tree", "siblings do not see each other", PagedShape((20, 9, 1), (8, 9, 1), tree=True)),
     ("wide_tree", "more rows than a word of the mask has bits", PagedShape((90, 40), (70, 33), tree=True)),
     ("tree_window", "a window counts from a row's depth", PagedShape((70, 99), (9, 7), sliding_window=32, tree=True)),
+    ("chunk", "rows of two chunks", PagedShape((40, 9, 16), (6, 6, 1), attention_chunk=8)),
+    ("chunk_decode", "one row: first, last and in the middle", PagedShape((41, 48, 3), (1, 1, 1), attention_chunk=8)),
+    ("chunk_prefill", "a prompt of chunks that end in no page", PagedShape((50, 150), (50, 90), attention_chunk=23)),
+    ("chunk_of_tiles", "chunks that tiles divide", PagedShape((300, 129), (70, 3), attention_chunk=128)),
+    ("tree_chunk", "a chunk that ends in a path", PagedShape((70, 99), (9, 7), attention_chunk=32, tree=True)),
     ("sinks", "one more term in the denominator", PagedShape((70, 9, 1), (6, 9, 1), sinks=True)),
     ("sinks_fp32", "kept in fp32", PagedShape((33, 9), (3, 1), sinks=True, sinks_dtype=torch.float32)),
     ("sinks_window_softcap", "sinks are neither capped nor outside a window", _CAPPED((40, 9), (6, 1), sinks=True)),

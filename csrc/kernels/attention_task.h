@@ -93,8 +93,9 @@ inline float sink_of(const PagedAttentionArgs& args, std::int64_t head) {
   return args.sinks_dtype == DType::kFloat16 ? Float16::load(bits) : BFloat16::load(bits);
 }
 
-// First position that a row at `position` sees.
+// First position that a row at `position` sees. It never falls from one position to the next.
 SPECDEC_INLINE std::int64_t first_visible(const PagedAttentionArgs& args, std::int64_t position) {
+  if (args.attention_chunk > 0) return position / args.attention_chunk * args.attention_chunk;
   return args.sliding_window > 0 ? std::max<std::int64_t>(0, position - args.sliding_window + 1) : 0;
 }
 
@@ -162,9 +163,16 @@ SPECDEC_INLINE std::pair<std::int64_t, std::int64_t> rows_that_see(const PagedAt
   if (rows.only != kAll) return {rows.only, rows.only + 1};
   if (args.tree_mask) return {0, num_rows};
   const std::int64_t first = std::clamp<std::int64_t>(tile - rows.prefix - rows.first_row, 0, num_rows);
-  if (args.sliding_window == 0) return {first, num_rows};
-  const std::int64_t end = tile + kTile - 1 + args.sliding_window - rows.prefix - rows.first_row;
-  return {first, std::clamp(end, first, num_rows)};
+  const std::int64_t last = tile + kTile - 1;  // position of the tile
+  std::int64_t end;                           // one past the last position that sees it
+  if (args.attention_chunk > 0) {
+    end = (last / args.attention_chunk + 1) * args.attention_chunk;
+  } else if (args.sliding_window > 0) {
+    end = last + args.sliding_window;
+  } else {
+    return {first, num_rows};
+  }
+  return {first, std::clamp(end - rows.prefix - rows.first_row, first, num_rows)};
 }
 
 // A tile's mask with bits first to last - 1 set; both bounds are clamped to the tile.
@@ -177,7 +185,8 @@ SPECDEC_INLINE std::uint64_t bits(std::int64_t first, std::int64_t last) {
 
 // The positions of the tile that the row sees, one bit each.
 inline std::uint64_t visible(const PagedAttentionArgs& args, const Rows& rows, std::int64_t row, std::int64_t tile) {
-  if (tile + kTile <= rows.prefix && args.sliding_window == 0) return ~std::uint64_t{0};
+  const bool sees_all = args.sliding_window == 0 && args.attention_chunk == 0;
+  if (sees_all && tile + kTile <= rows.prefix) return ~std::uint64_t{0};
   const std::int64_t position = position_of(args, rows, row);
   return bits(first_visible(args, position) - tile, position + 1 - tile);
 }

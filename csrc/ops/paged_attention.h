@@ -38,9 +38,10 @@ struct PagedAttentionArgs {
   const std::int32_t* tree_mask;  // [num_rows, tree_words], or null: a chain
   std::int64_t tree_words;
   float scale;
-  std::int64_t sliding_window;  // 0: none
-  float softcap;                // 0: none
-  const void* sinks;            // [num_heads], or null: none
+  std::int64_t sliding_window;   // 0: none
+  std::int64_t attention_chunk;  // 0: none; at most one of window and chunk
+  float softcap;                 // 0: none
+  const void* sinks;             // [num_heads], or null: none
   DType sinks_dtype;
   void* out;  // [num_rows, num_heads, value_dim], contiguous
   int num_threads;

@@ -263,6 +263,7 @@ void Program::run_attend(const AttendStep& step, const Run& run) const {
                    forward.tree_words,
                    step.scale,
                    step.sliding_window,
+                   step.attention_chunk,
                    step.softcap,
                    step.sinks,
                    step.sinks_dtype,

@@ -61,9 +61,9 @@ struct AttendStep {
   std::int64_t layer, num_heads;
   HeadsView query;
   int out;
-  float scale, softcap;         // softcap 0: none
-  std::int64_t sliding_window;  // 0: none
-  const void* sinks;            // [num_heads] or null
+  float scale, softcap;                          // softcap 0: none
+  std::int64_t sliding_window, attention_chunk;  // 0: none
+  const void* sinks;                             // [num_heads] or null
   DType sinks_dtype;
 };
 

@@ -39,6 +39,9 @@ class AttentionParams:
     # [num_heads], in fp32 or the dtype of the queries: one more score per head, neither scaled nor capped. It is
     # part of the softmax's denominator and weighs no value (gpt-oss, arXiv 2508.10925, section 2.1).
     sinks: Tensor | None = None
+    # number of positions of a chunk; a row sees those of its own chunk, from position // attention_chunk *
+    # attention_chunk on; None: all (Llama-4). A layer has a window or chunks, not both.
+    attention_chunk: int | None = None
 
 
 class Rows(NamedTuple):

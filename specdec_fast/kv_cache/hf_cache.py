@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
 from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.ops.checks import stored
@@ -21,8 +23,7 @@ class PagedCache(Cache):
 
     ``update`` returns the new states unchanged. The attention function writes the keys and values that it receives into
     pages, and reads pages. The model may compute padding rows after the rows of the batch: they are not written, and
-    their attention output is 0. ``sliding_layers`` must pass their sliding window to attention. ``num_logit_rows`` is
-    the number of rows whose logits the caller needs; None: all.
+    their attention output is 0. ``num_logit_rows`` is the number of rows whose logits the caller needs; None: all.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class PagedCache(Cache):
         pool: PagePool,
         batch: RaggedBatch,
         ops: Ops,
-        sliding_layers: frozenset[int],
+        rules: CacheRules,
         num_logit_rows: int | None = None,
     ) -> None:
         # The base class is not initialised: every attribute of it that is not defined here raises, see below.
@@ -47,7 +48,12 @@ class PagedCache(Cache):
         self._attention_batch = batch.row_by_row() if pool.row_padding.attend_per_row else batch
         # The pool made the layout, so only the model's tensors need checks, and `attend` makes them.
         self.ops = ops.unchecked or ops
-        self.sliding_layers = sliding_layers
+        self.rules = rules
+        # [T + padding] int64: a row's position minus its number in the forward, so that their sum is its position
+        self.length_of_each_row: Tensor | None = None
+        if rules.answers_each_row:
+            positions = pad(batch.positions, (0, self._padding)) if self._padding else batch.positions
+            self.length_of_each_row = positions - torch.arange(len(positions), device=positions.device)
         self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
 
     def update(
@@ -93,10 +99,13 @@ class PagedCache(Cache):
                 f"{layout.dtype}."
             )
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return ``claimed_length``: the batch has many lengths, and the model receives its positions explicitly."""
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Return ``length_of_each_row`` if the model computes with it, else ``claimed_length``.
+
+        The batch has many lengths, and the model receives its positions explicitly.
+        """
         self.questions.add("get_seq_length")
-        return self.claimed_length
+        return self.claimed_length if self.length_of_each_row is None else self.length_of_each_row
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return ``claimed_length``, for the same reason."""
@@ -118,7 +127,7 @@ class PagedCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         """Whether each layer has a sliding window."""
-        return [layer in self.sliding_layers for layer in range(len(self))]
+        return [layer in self.rules.sliding for layer in range(len(self))]
 
     @property
     def is_linear(self) -> list[bool]:

@@ -10,6 +10,7 @@ from transformers import Cache
 
 from specdec_fast.batch.ragged_batch import AttentionParams
 from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.layer_layout import KVLayout, KVShape
 from specdec_fast.ops import Ops
 from specdec_fast.ops.checks import FLOATS
@@ -22,12 +23,13 @@ class KVProbe(Cache):
     compressed form, from which it computes keys and values of different sizes.
     """
 
-    sliding_layers: frozenset[int] = frozenset()  # the numbers do not matter here, so windows do not either
+    rules = CacheRules()  # the numbers do not matter here, so windows and chunks do not either
 
     def __init__(self, ops: Ops) -> None:
         super().__init__(layers=[])
         self.ops = ops  # for other functions that are replaced
         self.real_rows: dict[int, int] = {}  # as in ``PagedCache``; there is no padding
+        self.asks_for_length = False
         self._cached: set[int] = set()
         self._attended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, in order
         self._calls: Counter[int] = Counter()  # of attention, by layer
@@ -55,6 +57,7 @@ class KVProbe(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: nothing precedes the rows of the probe."""
+        self.asks_for_length = True
         return 0
 
     def layout(self, name: str) -> KVLayout:

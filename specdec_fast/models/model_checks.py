@@ -1,8 +1,9 @@
 """Checks whether a model can be served: its config, and whether it computes with answers of its KV cache.
 
 A paged cache holds sequences of many lengths, so it has no single length to return. Most models ask for the length only
-to compute positions that they receive anyway, or a mask that they do not need. Some compute with the answer (Llama-4
-scales its queries by it): ``check_ignores_answers`` finds these, whose outputs would be wrong, by another length.
+to compute positions that they receive anyway, or a mask that they do not need. Some compute with the answer. Those that
+add it to the numbers of the forward's rows, as Llama-4 does to scale queries by their positions, get a length for each
+row: ``takes_length_of_each_row`` finds them. ``check_ignores_answers`` finds the others, whose outputs would be wrong.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.probe import PROBE_LENGTH
 
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SERVED_LAYER_TYPES = {"chunked_attention", "full_attention", "sliding_attention"}
+_SERVED_IN_TEXT_ALONE = {"chunked_attention"}  # not in models of more than text, which no test has served
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Beyond any length at which a model might behave differently, and no multiple of a size.
 _OTHER_LENGTH = 2**20 + 3
 # Two sequences at once, then one row of one of them, because models may treat decoding differently.
 _FORWARDS = ([Rows("a", 0, 5), Rows("b", 0, 3)], [Rows("a", 5, 1)])
+# In the last forward, two rows that do not see each other, but entries before them.
+_APART = ([Rows("a", 0, 3), Rows("b", 0, 3)], [Rows("a", 3, 1), Rows("b", 3, 1)])
 
 MakeCache = Callable[[PagePool, RaggedBatch], PagedCache]
 ProbeForward = Callable[[Tensor, Tensor, PagedCache, None], Tensor]
@@ -40,14 +44,15 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported.")
-    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    exotic = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
+    text = config.get_text_config(decoder=True)
+    served = _SERVED_LAYER_TYPES if text is config else _SERVED_LAYER_TYPES - _SERVED_IN_TEXT_ALONE
+    exotic = sorted(set(getattr(text, "layer_types", None) or []) - served)
     if exotic:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
-            f"only {', '.join(sorted(_SERVED_LAYER_TYPES))} can be paged."
+            f"only {', '.join(sorted(served))} can be paged."
         )
-    positions = max_positions(config.get_text_config(decoder=True))
+    positions = max_positions(text)
     if positions is not None and positions < PROBE_LENGTH:
         raise UnsupportedModelError(
             f"{type(model).__name__} can serve {positions} positions; at least {PROBE_LENGTH} are needed, because "
@@ -112,6 +117,50 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
     return frozenset(range(num_layers) if slides else ())
 
 
+def attention_chunks(config: Any, num_layers: int) -> dict[int, int]:
+    """Return the number of positions of a chunk, for the layers whose rows see their own chunk alone.
+
+    A model applies chunks by its mask, so the config decides, as it does for the caches of ``transformers``. Raises
+    UnsupportedModelError if it names no size for such a layer.
+    """
+    size = getattr(config, "attention_chunk_size", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        chunked = [i for i, kind in enumerate(layer_types) if kind == "chunked_attention"]
+    else:
+        chunked = list(range(num_layers if size and not getattr(config, "sliding_window", None) else 0))
+    if not chunked:
+        return {}
+    if not isinstance(size, int) or size <= 0:
+        raise UnsupportedModelError(
+            f"layer {chunked[0]} attends within chunks (chunked_attention), and attention_chunk_size is {size!r}; "
+            "expected a positive number of positions in the model's config."
+        )
+    return dict.fromkeys(chunked, size)
+
+
+@torch.inference_mode()
+def takes_length_of_each_row(forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, page_size: int) -> bool:
+    """Return whether a model computes with the length that its cache returns, and would with one for each row.
+
+    By the contract of ``transformers``, row i of a forward is at position ``length + i``. So a tensor of each row's
+    position minus its number is the right answer for a model whose row i depends on element i of it as on a single
+    length. This is tested with two rows that do not see one another. See ``check_ignores_answers`` for the arguments.
+    """
+
+    def last(answer: int | Tensor) -> Tensor:  # [2, vocab_size]
+        return _logits(forward, layout, make_cache, (0, answer), page_size, _APART)[0][1][0]
+
+    lengths = (1, _OTHER_LENGTH)
+    try:
+        of_each = [last(length) for length in lengths]
+        of_both = last(torch.tensor(lengths, device=layout.device))
+    except Exception:  # the model's own code may not take a tensor, or no length so large
+        return False
+    depends = all(not torch.equal(*logits) for logits in zip(*of_each, strict=True))
+    return depends and _equal([*of_both], [logits[row] for row, logits in enumerate(of_each)])
+
+
 @torch.inference_mode()
 def check_ignores_answers(
     name: str, forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, page_size: int
@@ -125,24 +174,25 @@ def check_ignores_answers(
         make_cache: makes a cache from a pool and a batch.
         page_size: of the pages with which the model will be served.
     """
-    expected, questions = _logits(forward, layout, make_cache, 0, page_size)
+    expected, questions = _logits(forward, layout, make_cache, (0, 0), page_size)
     if not questions:
         return
     asked = ", ".join(sorted(questions))
     try:
-        got, _ = _logits(forward, layout, make_cache, _OTHER_LENGTH, page_size)
+        got, _ = _logits(forward, layout, make_cache, (_OTHER_LENGTH,) * 2, page_size)
     except UnsupportedModelError:
         raise
     except Exception as error:  # for example an index outside a table
         raise UnsupportedModelError(_message(name, asked, f"{type(error).__name__}: {error}")) from error
-    if not _equal(got, expected) and _equal(_logits(forward, layout, make_cache, 0, page_size)[0], expected):
+    if not _equal(got, expected) and _equal(_logits(forward, layout, make_cache, (0, 0), page_size)[0], expected):
         raise UnsupportedModelError(_message(name, asked, "its logits depend on the answer"))
 
 
 def _message(name: str, asked: str, what: str) -> str:
     return (
         f"{name} asks its KV cache for {asked} and computes with the answer ({what}); a paged cache holds sequences of "
-        "many lengths and has none to give. Only models that take their positions from position_ids can be served."
+        "many lengths and has none to give. Only models that take their positions from position_ids, or from a tensor "
+        "with a length for each row, can be served."
     )
 
 
@@ -151,16 +201,25 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def _logits(
-    forward: ProbeForward, layout: KVLayout, make_cache: MakeCache, claimed_length: int, page_size: int
+    forward: ProbeForward,
+    layout: KVLayout,
+    make_cache: MakeCache,
+    answers: Sequence[int | Tensor],
+    page_size: int,
+    forwards: Sequence[list[Rows]] = _FORWARDS,
 ) -> tuple[list[Tensor], set[str]]:
+    """Return the logits of each forward, whose cache gives one of ``answers``, and the questions that it was asked."""
     pool = pool_of_two(layout, page_size)
     computed = []
     questions = set()
-    for rows in _FORWARDS:
+    for rows, answer in zip(forwards, answers, strict=True):
         token_ids = torch.arange(sum(each.count for each in rows), device=layout.device) % 2  # any tokens will do
         batch = lay_out(pool, rows, token_ids)
         cache = make_cache(pool, batch)
-        cache.claimed_length = claimed_length
+        if isinstance(answer, Tensor):
+            cache.length_of_each_row = answer
+        else:
+            cache.claimed_length = answer
         computed.append(forward(batch.token_ids[None], batch.positions[None], cache, None).clone())
         questions |= cache.questions
     return computed, questions

@@ -63,18 +63,25 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Serve an attention call of ``transformers``: write its keys and values to pages and attend over these.
 
-    No mask is needed. ``transformers`` passes attention sinks as ``s_aux``.
+    No mask is needed: a model passes its sliding window, and the cache knows which layers attend within chunks.
+    ``transformers`` passes attention sinks as ``s_aux``.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache = active_cache.get()
-    if sliding_window is None and layer in cache.sliding_layers:
+    if sliding_window is None and layer in cache.rules.sliding:
         raise UnsupportedModelError(
             f"layer {layer} applies its sliding window by a mask alone; a paged KV cache has no mask, so it must pass "
             "sliding_window to its attention function."
         )
+    chunk = cache.rules.chunks.get(layer)
+    if sliding_window is not None and chunk is not None:
+        raise UnsupportedModelError(
+            f"layer {layer} passes sliding_window={sliding_window} to its attention function, and its config "
+            f"says that it attends within chunks of {chunk} positions; expected one of them."
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
-    params = AttentionParams(scale, sliding_window, softcap, None if sinks is None else stored(sinks))
+    params = AttentionParams(scale, sliding_window, softcap, None if sinks is None else stored(sinks), chunk)
     return cache.attend(query, key, value, layer, params), None
 
 

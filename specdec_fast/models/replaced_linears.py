@@ -152,6 +152,9 @@ _CALLS: dict[Any, Callable[..., _Call | None]] = {
 }
 
 
+_BATCHED = (torch.bmm, Tensor.bmm)
+
+
 class _Intercepted(TorchFunctionMode):
     """Computes linears wherever a model calls PyTorch's functions; a mode applies to the calling thread alone."""
 
@@ -163,6 +166,9 @@ class _Intercepted(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BATCHED and len(args) == 2 and not kwargs and _are_linears(*args) and not in_invariant_call():
+            each = zip(*args, strict=True)  # one linear after the other, as of the experts of Llama-4
+            return torch.stack([self._linears.compute("addmm", rows, weight, None) for rows, weight in each])
         call = _CALLS[func](*args, **kwargs) if func in _CALLS and not in_invariant_call() else None
         if call is None or not _is_linear(*call[1:3]):
             return func(*args, **kwargs)
@@ -172,3 +178,9 @@ class _Intercepted(TorchFunctionMode):
 def _is_linear(rows: Tensor, weight: Tensor) -> bool:
     plain = type(weight) in _PLAIN and type(rows) is Tensor and rows.dtype == weight.dtype
     return plain and weight.dim() == 2 and rows.dim() >= 2 and weight.is_floating_point()
+
+
+def _are_linears(rows: Any, weights: Any) -> bool:
+    """Return whether ``[n, rows, in_features]`` are multiplied by as many weights ``[in_features, out_features]``."""
+    plain = type(weights) is nn.Parameter and type(rows) is Tensor and rows.dtype == weights.dtype
+    return plain and weights.is_floating_point()

@@ -135,6 +135,8 @@ def _expect_served(
         limits.append("attention sinks")
     if batch.tree_mask is not None:
         limits.append("a tree mask; it takes chains")
+    if params.attention_chunk is not None:
+        limits.append("chunks of positions (attention_chunk)")
     if params.softcap is not None and not package:
         limits.append("a soft cap; only the flash-attn package has one: install it")
     if page_size % _PAGE_MULTIPLE != 0 and not takes_any_page:

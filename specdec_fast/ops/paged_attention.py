@@ -18,7 +18,7 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
     With a tree mask, a row sees all entries before its sequence's rows, and among those rows its ancestors and itself.
     Its position is then the number of entries before the rows plus its depth. It attends as if the entry at each
     position were that of its own ancestor there: so a row of a tree has the bits of that row alone, behind its path as
-    a chain. A sliding window counts positions.
+    a chain. A sliding window and chunks count positions.
 
     Args:
         query: ``[T, num_heads, head_dim]``; ``num_heads`` is a multiple of ``num_kv_heads``.
@@ -63,7 +63,7 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, params: AttentionPar
     """
     if not len(query):
         return query.new_empty(0, query.shape[1], value.shape[2])
-    visible = _visible(len(query), len(key), params.sliding_window, query.device)
+    visible = _visible(len(query), len(key), params, query.device)
     # Copied because a library may add in another order at another alignment.
     rows = query.transpose(0, 1).clone()
     return _attend_finite(rows, key.transpose(0, 1), value.transpose(0, 1), visible, params).transpose(0, 1)
@@ -94,13 +94,15 @@ def _attend_finite(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, p
     return out.masked_fill(is_broken[0].any(-1, keepdim=True), float("nan"))
 
 
-def _visible(num_rows: int, context: int, sliding_window: int | None, device: torch.device) -> Tensor:
+def _visible(num_rows: int, context: int, params: AttentionParams, device: torch.device) -> Tensor:
     """Return the mask ``[num_rows, context]`` of the entries that each row sees."""
     column = torch.arange(context, device=device)[None, :]
     position = torch.arange(context - num_rows, context, device=device)[:, None]
     visible = column <= position
-    if sliding_window is not None:
-        visible &= column > position - sliding_window
+    if params.sliding_window is not None:
+        visible &= column > position - params.sliding_window
+    if params.attention_chunk is not None:
+        visible &= column >= position // params.attention_chunk * params.attention_chunk
     return visible
 
 
@@ -134,8 +136,11 @@ def _check(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: 
     _check_batch(batch, query.shape[0], device)
     expect(all(x.is_contiguous() for x in kv), "the caches must be contiguous.")
     window = params.sliding_window
+    chunk = params.attention_chunk
     softcap = params.softcap
     expect(window is None or window > 0, f"sliding_window={window}; expected None or > 0.")
+    expect(chunk is None or chunk > 0, f"attention_chunk={chunk}; expected None or > 0.")
+    expect(window is None or chunk is None, f"sliding_window={window} and attention_chunk={chunk}; expected one.")
     expect(softcap is None or softcap > 0, f"softcap={softcap}; expected None or > 0.")
     if params.sinks is not None:
         expect_tensor("sinks", params.sinks, (heads,), (query.dtype, torch.float32), device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import KVLayout
@@ -73,7 +74,7 @@ def compile_forward(
     forward: PagedForward,
     layout: KVLayout,
     ops: Ops,
-    sliding: frozenset[int],
+    rules: CacheRules,
     tapped: Tapped | None = None,
     max_positions: int | None = None,
 ) -> Plan:
@@ -84,7 +85,7 @@ def compile_forward(
         forward: from ``[T]`` token ids and positions, a cache and ``[R]`` rows to their logits.
         layout: of the model's KV cache.
         ops: the recorded runs use them.
-        sliding: layers that must pass their window to attention.
+        rules: of the model's KV cache.
         tapped: collects the hidden states that are further outputs of the program; None: it has none, and is the same
             except for the copies of the taps.
         max_positions: the program will compute positions below it only; None: any.
@@ -94,7 +95,7 @@ def compile_forward(
         raise NotLowerableError(f"a {hooked} has forward hooks, which a program would not call")
 
     def run(recorder: Recorder, pool: PagePool, batch: RaggedBatch, logit_rows: Tensor) -> tuple[Tensor, list[int]]:
-        cache = PagedCache(pool, batch, recording_ops(recorder, ops, pool, batch), sliding)
+        cache = PagedCache(pool, batch, recording_ops(recorder, ops, pool, batch), rules)
         taps: dict[int, int] = {}
 
         def collect(index: int, hidden: Tensor) -> None:

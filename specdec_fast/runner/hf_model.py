@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -20,13 +21,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_arguments import cache_argument
 from specdec_fast.models.experts import expert_configs
 from specdec_fast.models.hidden_states import Taps
 from specdec_fast.models.kv_probe import KVProbe
-from specdec_fast.models.model_checks import sliding_layers
+from specdec_fast.models.model_checks import attention_chunks, sliding_layers, takes_length_of_each_row
 from specdec_fast.models.probe import probe_of
 from specdec_fast.models.replaced_functions import active_cache, hooked, lock_of
 from specdec_fast.models.replaced_linears import Linears
@@ -58,8 +60,16 @@ class HFModel:
         with torch.inference_mode(), self.hooked():
             self.call(token_ids[None], torch.arange(len(token_ids), device=token_ids.device)[None], probe, None)
         self.layout = probe.layout(type(model).__name__)  # shapes and dtype of the KV entries of one position
-        # the layers that have a sliding window
-        self.sliding_layers = sliding_layers(self.config, self.layout.num_layers)
+        layers = (self.config, self.layout.num_layers)
+        self.rules = CacheRules(sliding_layers(*layers), attention_chunks(*layers))
+        self._asks_for_length = probe.asks_for_length
+
+    def find_answers(self, page_size: int) -> None:
+        """Find whether its cache must return a length for each row; ``page_size`` is that of its pages."""
+        if self._asks_for_length:
+            with self.hooked():
+                each_row = takes_length_of_each_row(self.call, self.layout, self.make_cache, page_size)
+            self.rules = replace(self.rules, answers_each_row=each_row)
 
     def use_taps(self, ids: tuple[int | str, ...]) -> None:
         """Find where the taps ``ids`` are read, or raise UnsupportedModelError; () forgets them."""
@@ -148,7 +158,7 @@ class HFModel:
 
     def make_cache(self, pool: PagePool, batch: RaggedBatch, num_logit_rows: int | None = None) -> PagedCache:
         """Return the model's KV cache for one forward."""
-        return PagedCache(pool, batch, self._ops, self.sliding_layers, num_logit_rows)
+        return PagedCache(pool, batch, self._ops, self.rules, num_logit_rows)
 
     def call(
         self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None

@@ -100,6 +100,7 @@ class RaggedModel:
             self.layout = self.hf.layout
             self.vocab_size = logits.shape[-1]
             self._runner = self._chosen_runner()
+            self.hf.find_answers(page_size)
             self._make_program(probe, logits)
             if not self.has_program:
                 self.check_logits(probe, logits)
@@ -338,7 +339,7 @@ class RaggedModel:
         assert self._executor is not None
         hf = self.hf
         tapped = None if hf.taps is None else hf.taps.collected
-        forward = (self.model, hf.call, self.layout, self.ops, hf.sliding_layers, tapped, self.max_positions)
+        forward = (self.model, hf.call, self.layout, self.ops, hf.rules, tapped, self.max_positions)
         with hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
             plan = compile_forward(*forward)
         self.use_programs(*self._executor(plan))

@@ -15,7 +15,7 @@ from specdec_fast import oracle
 from specdec_fast.equivalence.compare import transformers_greedy
 from support.demo import MAX_NEW_TOKENS
 from support.grids import combinations, each_value_once, grid
-from support.models import CONFIGS, VOCAB_SIZE, tiny_model, torch, truncated_copy
+from support.models import VOCAB_SIZE, WITH_CHUNKS, tiny_model, torch, truncated_copy
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 NUM_DRAFT_TOKENS = (1, 3, 5, 8)
@@ -97,7 +97,7 @@ def test_torch_backend(target, draft, prompt_ids, expected):
 ARCHITECTURE_PROMPT_LENGTHS = (1, 3, 16, 17, 8, 70)
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=list(WITH_CHUNKS))
 def pair(request):
     """A random model; its first two layers as the draft, so that acceptance is ragged; prompts; the reference."""
     target = tiny_model(request.param)
@@ -122,12 +122,14 @@ class TestArchitectures:
     @combinations(method=["exspec", "eqspec"], drafter=["model", "ngram"])
     def test_oracle(self, pair, method, drafter):
         target, draft, prompts, expected = pair
+        if getattr(target.config, "attn_temperature_tuning", False):
+            pytest.skip("transformers scales queries of a padded batch by the columns of its cache, not by positions")
         source = draft if drafter == "model" else None
         assert run_oracle(method, target, source, prompts, 3, 5, oracle.StopRule(MAX_NEW_TOKENS)) == expected
 
 
 def test_architectures_vary_enough():
     """A random model that repeats one token would test nothing."""
-    for architecture in CONFIGS:
+    for architecture in WITH_CHUNKS:
         tokens = transformers_greedy(tiny_model(architecture), [5, 9, 23], MAX_NEW_TOKENS)
         assert len(set(tokens)) > 5, architecture

@@ -19,7 +19,7 @@ from specdec_fast.ops import resolve
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import grid
-from support.models import CONFIGS, tiny_model, truncated_copy
+from support.models import WITH_CHUNKS, tiny_model, truncated_copy
 from support.row_bits import Alone, assert_same_bits
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_demo_pair_has_the_same_bits_in_every_batch(dtype, prompt_ids):
 
 
 @pytest.mark.parametrize("dtype", grid([torch.float32, torch.bfloat16], keep=[torch.bfloat16]), ids=str)
-@pytest.mark.parametrize("architecture", grid(list(CONFIGS), keep=list(CONFIGS)[::2]))
+@pytest.mark.parametrize("architecture", grid(list(WITH_CHUNKS), keep=list(WITH_CHUNKS)[::2]))
 def test_architectures_have_the_same_bits_in_every_batch(architecture, dtype):
     target = tiny_model(architecture)
     draft = truncated_copy(target, 2).to(dtype)

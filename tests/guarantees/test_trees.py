@@ -14,18 +14,18 @@ from specdec_fast.runner import verification
 from specdec_fast.runner.verification import Outcome, Verification
 from support.grids import combinations, each_value_once, grid
 from support.invariants import CheckedEngine
-from support.models import CONFIGS, VOCAB_SIZE, tiny_model
+from support.models import VOCAB_SIZE, WITH_CHUNKS, tiny_model
 from support.scripted_trees import RandomTrees
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RULES = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}]
 LATENT = "deepseek_v3"  # keys and values of different sizes, a pool with two allocations
 SINKS = "mimo_v2_flash"  # attention sinks, sliding windows, layers of two shapes
-MODELS = [*CONFIGS, LATENT, SINKS]
+MODELS = [*WITH_CHUNKS, LATENT, SINKS]
 
 
 def model_of(name):
-    return tiny_model(name) if name in CONFIGS else tiny_default_model(name)
+    return tiny_model(name) if name in WITH_CHUNKS else tiny_default_model(name)
 
 
 def prompts_of(count, seed=0):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Cache, Llama4TextConfig, LlamaCon
 import specdec_fast as sd
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.equivalence.compare import transformers_greedy
+from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_arguments import cache_argument
 from specdec_fast.ops import resolve
@@ -19,12 +20,13 @@ from specdec_fast.runner import ragged_model
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.runner.reproduction import RaggedForward, check_reproduces
 from support.experts import tiny_mixture
-from support.models import CONFIGS, TINY, tiny_model
+from support.grids import each_value_once
+from support.models import TINY, WITH_CHUNKS, tiny_model
 from support.programs import needs_programs
 
 
 def llama4(tuning: bool) -> torch.nn.Module:
-    """Scale queries by the cache's length, beyond 150 positions, in layers without RoPE."""
+    """Scale queries by their positions, which are found from the cache's length, in steps of 150."""
     torch.manual_seed(0)
     config = Llama4TextConfig(
         vocab_size=97, hidden_size=32, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=2,
@@ -35,18 +37,57 @@ def llama4(tuning: bool) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+@each_value_once
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_model_that_computes_with_the_length_is_refused(eager):
-    with pytest.raises(sd.UnsupportedModelError, match="Llama4ForCausalLM asks its KV cache for get_seq_length"):
-        sd.Engine(llama4(tuning=True), None, enforce_eager=eager)
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_the_same_model_without_tuning_is_served(eager):
-    model, prompt = llama4(tuning=False), [i * 7 % 97 for i in range(400)]
+@pytest.mark.parametrize("tuning", [False, True])
+def test_a_model_that_adds_the_length_to_numbers_of_rows_is_served(tuning, eager):
+    model, prompt = llama4(tuning), [i * 7 % 97 for i in range(400)]
     params = sd.SamplingParams(max_new_tokens=8)
-    outputs = sd.generate(model, "ngram", [prompt, prompt[:9]], params, enforce_eager=eager)
+    engine = sd.Engine(model, "ngram", enforce_eager=eager)
+    assert engine.target.hf.rules.answers_each_row is tuning
+    assert engine.target.has_program is not eager
+    outputs = engine.generate([prompt, prompt[:9]], params)
     assert [o.token_ids for o in outputs] == [transformers_greedy(model, ids, 8) for ids in (prompt, prompt[:9])]
+
+
+def test_a_length_that_is_not_that_of_the_row_changes_tokens(monkeypatch):
+    model, prompts = llama4(tuning=True), [[i * 7 % 97 for i in range(n)] for n in (400, 390)]
+    expected = [transformers_greedy(model, ids, 8) for ids in prompts]
+    original = PagedCache.get_seq_length
+    monkeypatch.setattr(PagedCache, "get_seq_length", lambda self, layer=0: original(self, layer) * 0)
+    engine = sd.Engine(model, "ngram", enforce_eager=True)
+    assert [o.token_ids for o in engine.generate(prompts, sd.SamplingParams(max_new_tokens=8))] != expected
+
+
+def scaling(factor: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.nn.Module:
+    """Make a Llama that scales its logits by a function of the length that its cache returns, and of the row count."""
+    model = tiny_model("llama")
+    original, cache = model.forward, cache_argument(model)
+
+    def forward(input_ids, logits_to_keep=0, **kwargs):
+        length = torch.as_tensor(kwargs[cache].get_seq_length())
+        out = original(input_ids, logits_to_keep=logits_to_keep, **kwargs)
+        out.logits = out.logits * (1 + factor(length, input_ids.shape[1]).float().log1p())[..., None]
+        return out
+
+    model.forward = forward
+    return model
+
+
+LENGTHS = {
+    "first": lambda length, rows: length.flatten()[0],
+    "mean": lambda length, rows: length.float().mean() + torch.arange(rows),
+    "entries": lambda length, rows: length + rows,  # of the whole forward
+}
+
+
+@pytest.mark.parametrize("factor", LENGTHS.values(), ids=LENGTHS)
+def test_a_model_that_computes_otherwise_with_the_length_is_refused(factor):
+    sd.Engine(scaling(lambda length, rows: torch.ones(())), None)
+    with pytest.raises(
+        sd.UnsupportedModelError, match=r"asks its KV cache for get_seq_length|does not reproduce its own"
+    ):
+        sd.Engine(scaling(factor), None)
 
 
 def asking(question: str, is_used: bool) -> torch.nn.Module:
@@ -89,7 +130,7 @@ def test_what_pages_cannot_answer_is_refused_by_name(name):
         sd.Engine(model, None)
 
 
-@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+@pytest.mark.parametrize("architecture", sorted(WITH_CHUNKS))
 def test_a_model_of_the_grid_is_not_refused(architecture):
     sd.Engine(tiny_model(architecture), None)
 

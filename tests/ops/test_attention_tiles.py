@@ -99,8 +99,10 @@ def prompts(head_dim: int, value_dim: int, heads: int, **params: Any) -> dict[st
         prompts(96, 48, 6, sliding_window=5),
         prompts(64, 64, 40, sliding_window=70, sinks=torch.linspace(-2, 2, 40)),
         prompts(64, 24, 6, sliding_window=70),
+        prompts(96, 48, 6, attention_chunk=5),
+        prompts(64, 64, 40, attention_chunk=70),
     ],
-    ids=["softcap", "short_window", "large_group_with_sinks", "no_whole_tiles"],
+    ids=["softcap", "short_window", "large_group_with_sinks", "no_whole_tiles", "short_chunks", "chunks"],
 )
 @each_value_once
 def test_a_row_has_the_same_bits_beside_any_others(case: dict[str, Any]) -> None:

@@ -139,6 +139,7 @@ LIMITS = {
     "page_size": ({"page_size": 16}, "pages of 16; it takes multiples of 256: pass page_size=256"),
     "value_dim": ({"value_dim": 64}, "values of 64 beside keys of 32; it takes one size"),
     "sinks": ({"sinks": True}, "attention sinks"),
+    "chunk": ({"attention_chunk": 5}, r"chunks of positions \(attention_chunk\)"),
     "head_dim": ({"head_dim": 20}, "heads of 20; it takes multiples of 8 up to 256"),
 }
 

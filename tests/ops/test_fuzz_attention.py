@@ -146,6 +146,14 @@ def window_too_long(**args: Any) -> Tensor:
     return OP.load("torch")(**changed(args, "params.sliding_window", lambda window: window + 1))
 
 
+def chunk_too_short(**args: Any) -> Tensor:
+    return OP.load("torch")(**changed(args, "params.attention_chunk", lambda chunk: chunk - 1))
+
+
+def chunk_too_long(**args: Any) -> Tensor:
+    return OP.load("torch")(**changed(args, "params.attention_chunk", lambda chunk: chunk + 1))
+
+
 SMALL = AttentionCall(
     sequences=((40, 3), (0, 0), (33, 0), (64, 9)),
     page_size=16,
@@ -161,11 +169,16 @@ SMALL = AttentionCall(
 )
 
 
-@pytest.mark.parametrize("wrong", [unwritten, narrowed, window_too_short, window_too_long])
-def test_fuzzed_comparison_rejects(wrong):
-    assert_near_oracle(OP.load("torch"), SMALL, CPU)
+IN_CHUNKS = replace(SMALL, params=AttentionParams(20**-0.5, attention_chunk=8))
+WRONG = [(unwritten, SMALL), (narrowed, SMALL), (window_too_short, SMALL), (window_too_long, SMALL)]
+WRONG += [(chunk_too_short, IN_CHUNKS), (chunk_too_long, IN_CHUNKS)]
+
+
+@pytest.mark.parametrize(("wrong", "call"), WRONG)
+def test_fuzzed_comparison_rejects(wrong, call):
+    assert_near_oracle(OP.load("torch"), call, CPU)
     with pytest.raises(AssertionError, match="relative error"):
-        assert_near_oracle(wrong, SMALL, CPU)
+        assert_near_oracle(wrong, call, CPU)
 
 
 def assert_chunks_have_the_same_bits(attention: Attention, call: AttentionCall) -> None:
@@ -231,7 +244,7 @@ def assert_nan_reaches_only_rows_that_see_it(attention: Attention, call: Attenti
     start, stop = args["batch"].cu_seqlens_q[b : b + 2].tolist()
     see = torch.zeros(len(args["query"]), dtype=torch.bool)
     for row in range(start, stop):
-        see[row] = position in positions_seen(args["batch"], b, row, call.params.sliding_window)
+        see[row] = position in positions_seen(args["batch"], b, row, call.params)
     before, after = attention(**args), attention(**spoiled)
     assert same_bits(after[~see], before[~see])
     of_head = after[see].unflatten(1, (call.kv_heads, call.group))[:, kv_head]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,12 +123,16 @@ def test_every_version_serves_every_head_size(version, head_dim):
     assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
 
 
-# Windows that end before a task's last rows begin to see, within a tile, and beyond one.
+# Windows and chunks that end before a task's last rows begin to see, within a tile, and beyond one.
+RULES = {"all": {}, "window5": {"sliding_window": 5}, "window70": {"sliding_window": 70}}
+RULES |= {"chunk5": {"attention_chunk": 5}, "chunk70": {"attention_chunk": 70}, "chunk128": {"attention_chunk": 128}}
+
+
 @each_value_once("version", "dtype")
-@pytest.mark.parametrize("window", [None, 5, 70])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_rows_are_independent_in_every_version(version, dtype, window):
-    args = changed(long_prefill(dtype), "params.sliding_window", lambda _: window)
+def test_rows_are_independent_in_every_version(version, dtype, rule):
+    args = changed(long_prefill(dtype), "params", lambda params: replace(params, **rule))
     assert_rows_independent(ATTENTION.load("cpp"), args, chunk=5)
     assert_agrees(ATTENTION, ATTENTION.load("cpp")(**args), ATTENTION.load("torch")(**args), args)
 

@@ -102,6 +102,10 @@ def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
     return attention(**changed(args, "params.sliding_window", lambda window: window + 1))
 
 
+def chunk_begins_late(attention: Callable[..., Tensor], **args: Any) -> Tensor:
+    return attention(**changed(args, "params.attention_chunk", lambda chunk: chunk + 1))
+
+
 # Negative controls: one plausible mistake per op.
 @each_dtype
 @pytest.mark.parametrize(
@@ -110,6 +114,7 @@ def window_too_long(attention: Callable[..., Tensor], **args: Any) -> Tensor:
         ("append_kv_", "verify", swapped),
         ("verify_chain", "tiny_vocabulary", last_of_equals),
         ("paged_attention", "window", window_too_long),
+        ("paged_attention", "chunk", chunk_begins_late),
         ("noise_words", "level", of_32_bits),
         ("compact_kv_", "up", rising_only),
         ("compact_kv_", "both_directions", rising_only),

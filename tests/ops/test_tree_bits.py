@@ -150,9 +150,10 @@ def cases(draw: Any, dtypes: tuple[torch.dtype, ...] = tuple(DTYPES.values())) -
     kv_heads, group = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2, 3, 8)))
     head_dim = draw(st.sampled_from((16, 20, 32, 64, 128)))
     dtype = draw(st.sampled_from(dtypes))
-    window = draw(st.sampled_from((None, 1, 2, 5, 33, 64, 100)))
+    size = draw(st.sampled_from((None, 1, 2, 5, 33, 64, 100)))
+    rule = {draw(st.sampled_from(("sliding_window", "attention_chunk"))): size}
     sinks = torch.randn(kv_heads * group, generator=generator(5)).to(dtype) if draw(st.booleans()) else None
-    params = AttentionParams(head_dim**-0.5, window, draw(st.sampled_from((None, 2.0))), sinks)
+    params = AttentionParams(head_dim**-0.5, softcap=draw(st.sampled_from((None, 2.0))), sinks=sinks, **rule)
     page_size = draw(st.sampled_from((1, 16, 32)))
     return TreeAttention(chosen, kv_heads * group, kv_heads, head_dim, page_size, params, dtype, draw(SEEDS))
 
@@ -245,6 +246,10 @@ IN_TRITON = {
     "window_of_the_prefix": triton_case(BUSHY, Tree(100, LEVELS), sliding_window=40),
     "window_in_the_tree": triton_case(BUSHY, Tree(64, LEVELS), sliding_window=2),
     "window_of_one": triton_case(BUSHY, sliding_window=1),
+    "chunk_of_the_prefix": triton_case(BUSHY, Tree(100, LEVELS), attention_chunk=40),
+    "chunk_ends_in_the_tree": triton_case(Tree(62, LEVELS), Tree(64, LEVELS), attention_chunk=32),
+    "chunks_in_the_tree": triton_case(BUSHY, Tree(63, LEVELS), attention_chunk=2),
+    "chunk_of_one": triton_case(BUSHY, attention_chunk=1),
     "softcap_sinks": triton_case(BUSHY, softcap=2.0, sinks=True),
     "window_softcap_sinks": triton_case(BUSHY, sliding_window=33, softcap=2.0, sinks=True),
 }

@@ -14,16 +14,17 @@ from support.op_checks import assert_agrees, assert_rows_independent, same_bits
 pytest.importorskip("triton")
 from bench.op_cases.paged_attention import PagedShape
 from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.triton_kernels import attention_tile
 from specdec_fast.triton_kernels import paged_attention as module
 from support.triton_attention import (
     DTYPES,
     ENOUGH,
     OP,
     PIECES,
+    RULES,
     SMALL_PIECE,
     SPLIT,
     UNSPLIT,
-    WINDOWS,
     attention,
     each_type,
     launches,
@@ -80,13 +81,22 @@ def test_without_enough_counters_there_are_two_launches(monkeypatch):
     assert [name for name, _, _ in noted] == ["_attention_kernel", "_merge_kernel"]
 
 
-@pytest.mark.parametrize("shape", grid(PIECES, keep=["tree", "window", "softcap", "no_rows"]))
+@pytest.mark.parametrize("shape", grid(PIECES, keep=["tree", "window", "chunk", "softcap", "no_rows"]))
 @pytest.mark.parametrize("dtype", grid(DTYPES, keep=["fp16"]))
 def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch):
     split, unsplit = split_and_not(shape, dtype, monkeypatch)
     assert same_bits(split, unsplit)
     args = make(shape, dtype)
     assert_agrees(OP, split, OP.load("torch")(**args), args)
+
+
+def test_comparison_rejects_a_chunk_that_begins_a_row_early(small_pieces, monkeypatch):
+    args = make(PIECES["chunk"])
+    expected = OP.load("torch")(**args)
+    assert_agrees(OP, attention(**args), expected, args)
+    monkeypatch.setattr(attention_tile, "first_visible", lambda position, size, _: (position + 1) // size * size)
+    with pytest.raises(AssertionError):
+        assert_agrees(OP, attention(**args), expected, args)
 
 
 def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
@@ -99,10 +109,10 @@ def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
 
 # The batch is not split (6 programs) and a part of it is (2): decoding, chunks, and a sequence alone against the batch.
 @pytest.mark.grid
-@combinations(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, window=WINDOWS, dtype=DTYPES)
-def test_rows_are_independent(chunk, window, dtype, small_pieces, monkeypatch):
+@combinations(chunk={"row_by_row": 1, "sevens": 7, "sequence_alone": 10_000}, rule=RULES, dtype=DTYPES)
+def test_rows_are_independent(chunk, rule, dtype, small_pieces, monkeypatch):
     monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 6)
-    shape = PagedShape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, sliding_window=window)
+    shape = PagedShape((90, 130, 65), (9, 6, 1), heads=2, head_dim=16, **rule)
     assert_rows_independent(attention, make(shape, dtype), chunk)
 
 

@@ -33,6 +33,7 @@ ENTRIES = {
     "chain": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16), 85),
     "tree": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16, tree=True), 82),
     "window": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16, sliding_window=30), 54),
+    "chunk": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16, attention_chunk=28), 82),
     "seen_by_all": (PagedShape((90, 20), (9, 3), heads=2, head_dim=16), 3),
 }
 # Whose number it is, that of a key (0) or a value (1), and what it becomes.
@@ -59,7 +60,7 @@ def assert_reaches_only_rows_that_see_it(
     start, stop = batch.cu_seqlens_q[:2].tolist()
     sees = torch.zeros(len(after), dtype=torch.bool)
     for row in range(start, stop):
-        sees[row] = position in positions_seen(batch, 0, row, shape.sliding_window)
+        sees[row] = position in positions_seen(batch, 0, row, args["params"])
     assert sees[start:stop].any()
     assert same_bits(after[~sees], before[~sees])
     assert same_bits(after[:, group:], before[:, group:]), "another KV head"
@@ -119,7 +120,8 @@ def test_reads_what_is_seen_and_no_more(name, dtype, small_pieces, monkeypatch):
     slots, places = read_by(args, monkeypatch)
     table, wanted, allowed, known = args["batch"].block_table, set(), set(), set()
     for b, (context, rows) in enumerate(zip(shape.contexts, shape.rows, strict=True)):
-        first = max(0, context - rows - (shape.sliding_window or context) + 1)
+        chunk = shape.attention_chunk or context + 1
+        first = max((context - rows) // chunk * chunk, context - rows - (shape.sliding_window or context) + 1)
         for position in range(first // tile * tile if rows else context, context):
             place = position // shape.page_size
             slot = int(table[b, place]) * shape.page_size + position % shape.page_size
@@ -133,6 +135,12 @@ def test_reads_what_is_seen_and_no_more(name, dtype, small_pieces, monkeypatch):
 def test_reading_check_sees_another_window(small_pieces, monkeypatch):
     args = make(PIECES["window"])
     wider = changed(args, "params.sliding_window", lambda window: window + 40)
+    assert read_by(args, monkeypatch)[0] < read_by(wider, monkeypatch)[0]
+
+
+def test_reading_check_sees_another_chunk(small_pieces, monkeypatch):
+    args = make(PIECES["chunk"])
+    wider = changed(args, "params.attention_chunk", lambda chunk: 4 * chunk)
     assert read_by(args, monkeypatch)[0] < read_by(wider, monkeypatch)[0]
 
 

@@ -221,6 +221,12 @@ BAD: dict[tuple[str, str], dict[str, tuple[str, Callable[[Any], Any], str]]] = {
         "rows_understated": ("batch.max_seqlen_q", lambda _: 5, "max_seqlen_q is 5; the largest is 6"),
         "context_understated": ("batch.max_seqlen_k", lambda _: 128, "max_seqlen_k is 128; the largest is 129"),
         "window_zero": ("params.sliding_window", lambda _: 0, "sliding_window=0; expected None or > 0"),
+        "chunk_zero": ("params.attention_chunk", lambda _: 0, "attention_chunk=0; expected None or > 0"),
+        "window_and_chunk": (
+            "params",
+            lambda params: replace(params, sliding_window=5, attention_chunk=8),
+            "sliding_window=5 and attention_chunk=8; expected one",
+        ),
         "sinks_short": ("params.sinks", lambda _: torch.zeros(3), r"sinks has shape \[3\]; expected \[4\]"),
         "sinks_dtype": ("params.sinks", lambda _: torch.zeros(4).half(), "sinks is torch.float16; expected float32"),
         "sinks_strided": ("params.sinks", lambda _: torch.zeros(8)[::2], "sinks must be contiguous"),

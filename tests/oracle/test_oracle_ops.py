@@ -43,8 +43,9 @@ def test_attention(case, dtype):
 
 # The parameters a backend could forget: without any one of them the same check must fail.
 WINDOWED = [(case, "sliding_window") for case in ("window", "window_decode", "window_softcap")]
+CHUNKED = [(case, "attention_chunk") for case in ("chunk", "chunk_decode", "chunk_prefill", "tree_chunk")]
 SINKS = [(case, "sinks") for case in ("sinks", "sinks_fp32", "sinks_window_softcap", "sinks_tree", "wide_values")]
-FORGOTTEN = [*WINDOWED, ("softcap", "softcap"), ("window_softcap", "softcap"), *SINKS]
+FORGOTTEN = [*WINDOWED, *CHUNKED, ("softcap", "softcap"), ("window_softcap", "softcap"), *SINKS]
 
 
 @each_dtype

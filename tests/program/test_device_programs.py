@@ -24,7 +24,7 @@ from support.experts import CONFIGS as EXPERTS
 from support.experts import tiny_mixture
 from support.graphs import LIMITS, Everything
 from support.grids import grid
-from support.models import CONFIGS, TINY_GROUPED, VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import CONFIGS, TINY_GROUPED, VOCAB_SIZE, WITH_CHUNKS, tiny_model, truncated_copy
 from support.programs import CPU, needs_programs
 from support.repeated import Repeated
 
@@ -51,7 +51,7 @@ def logits_of(model, spans, pool=None):
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     grid(
-        [(architecture, dtype) for architecture in CONFIGS for dtype in (torch.float32, torch.float16)],
+        [(architecture, dtype) for architecture in WITH_CHUNKS for dtype in (torch.float32, torch.float16)],
         [("llama", torch.float32), ("qwen3", torch.float16), ("gpt2", torch.float16), ("gpt-neox", torch.float32)],
     ),
     ids=str,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.ops import resolve
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.program.plan.ir import GroupedLinear, Linear
@@ -131,7 +132,7 @@ def test_kernels_compute_the_experts_of_every_row(name):
 
 def recorded(function):
     model = Function(function)
-    return compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset()).instructions
+    return compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules()).instructions
 
 
 def test_weights_of_chosen_experts_alone_are_read():

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import resolve
@@ -159,7 +160,7 @@ CASES = {  # a function of the embedded tokens, and how many runs each of its li
 def test_a_linear_computes_what_is_elementwise(name):
     function, ends, beginnings = CASES[name]
     model, rows = Function(lambda x, p: function(x)), torch.arange(21) * 5 % VOCAB_SIZE
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     launches = fused_launches_of(plan)
     few = [each.few for each in launches if isinstance(each, EitherWay)]
     fused = [*few, *(each for each in launches if isinstance(each, FusedLinear))]

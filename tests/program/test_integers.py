@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.ops import resolve
 from specdec_fast.program import NotLowerableError, compile_forward
 from support.models import VOCAB_SIZE
@@ -79,6 +80,10 @@ def per_axis(p):
     return torch.where((text > 50)[..., None], angles, -angles)
 
 
+def numbers_of_rows(p):
+    return torch.arange(p.shape[1])
+
+
 FREQUENCIES = torch.linspace(0.5, 2, WIDTH)
 OF_POSITIONS = {
     "kind_of_a_position": lambda x, p: x * F.embedding(KINDS.expand(1, -1).gather(1, p), TABLE).to(x.dtype),
@@ -86,6 +91,7 @@ OF_POSITIONS = {
     "number_of_a_computed_place": lambda x, p: x * NUMBERS.to(x.dtype)[(p.clamp(max=90) > 40).long()][..., None],
     "row_of_whole_numbers": lambda x, p: x * torch.stack((KINDS, KINDS + 1), 1)[p].to(x.dtype).sum(-1, keepdim=True),
     "per_axis": lambda x, p: per_axis(p).to(x.dtype),
+    "of_lengths": lambda x, p: x * (numbers_of_rows(p) + (p - numbers_of_rows(p) + 1))[..., None].to(x.dtype),
     "rows_per_axis": lambda x, p: F.embedding(p.expand(3, *p.shape), TABLE.to(x.dtype)).permute(1, 2, 0, 3).flatten(2),
 }
 
@@ -113,7 +119,7 @@ def test_a_vector_of_whole_numbers_is_watched_for_changes():
     """A program keeps a copy of it, in fp32."""
     model = Function(lambda x, p: x * model.kinds[p][..., None])
     model.register_buffer("kinds", KINDS.clone())
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     assert any(tensor is model.kinds for tensor in plan.baked)
 
 
@@ -138,7 +144,7 @@ def test_numbers_are_compared_in_the_dtype_of_the_rows(dtype):
 
 def recorded(function, max_positions):
     model = Function(function)
-    return compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset(), None, max_positions)
+    return compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules(), None, max_positions)
 
 
 LENGTH = {
@@ -164,6 +170,8 @@ def test_comparisons_with_the_longest_text_are_decided_by_the_bounds(name):
         (lambda x, p: x * p.max(), "a number of the whole batch"),
         (lambda x, p: x if p.max() else -x, "Python decides"),
         (lambda x, p: x * x.max(), "largest number of all rows"),
+        (lambda x, p: x * (p - numbers_of_rows(p))[..., None], "positions minus the numbers of rows"),
+        (lambda x, p: x * (p - 2 * numbers_of_rows(p))[..., None], "sub of integers"),
         (lambda x, p: x * (p == 2**24 + 1)[..., None], "integers and 16777217"),
         (lambda x, p: F.embedding(x.topk(2).indices, TABLE).sum(-2), "one integer for each row"),
         (lambda x, p: F.embedding(p, x[0]), "a table that is not plain"),
@@ -195,7 +203,7 @@ class Rewriting(Function):
 @torch.inference_mode()
 def test_a_program_sees_what_the_model_wrote_while_it_was_recorded():
     model, token_ids = Rewriting(), torch.arange(9)
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     assert all(tensor is not model.factors for tensor in plan.baked)
     program = compiled(model)
     expected = model(token_ids[None], None)[0]

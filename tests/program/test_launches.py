@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.plan.ir import Append, Attend, Linear, RowOp
@@ -76,7 +77,7 @@ Q, K, V, GATE, ODD = matrices(16, 8, 8, 40, 7)
 @torch.inference_mode()
 def test_linears_of_one_input_are_one_launch(function, sizes):
     model = Function(lambda x, p: torch.cat(function(x), -1))
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     launches = [each for each in launches_of(plan) if isinstance(each, JointLinear | Linear)]
     steps = [each.steps if isinstance(each, JointLinear) else (each,) for each in launches]
     assert sorted([len(step.weight) for step in group] for group in steps) == sorted(sizes)
@@ -108,7 +109,7 @@ def overwritten_after_it_is_read(x):
 def test_runs_that_must_read_memory_become_two(function, runs):
     model, token_ids = Function(function), torch.tensor([5, 40])
     model.embedding.weight.data.round_()  # sums of whole numbers have the same bits in every order
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     assert sum(isinstance(launch, tuple) for launch in kernels_of(plan)) == runs
     assert torch.equal(launched(model)(token_ids), model(token_ids[None], torch.arange(2)[None])[0].flatten(1))
 

@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.plan.ir import LOGIT_ROWS, ROWS, Gather, Linear, RowOp
@@ -65,7 +66,7 @@ def test_rows_are_taken_before_the_output_layer():
     head = torch.randn(7, WIDTH)
     model = Function(lambda x, p: torch.nn.functional.linear(x, head))
     forward = lambda token_ids, positions, cache, logit_rows: model(token_ids, positions)  # noqa: E731
-    plan = compile_forward(model, forward, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, forward, NO_LAYERS, resolve(CPU), CacheRules())
     *_, gather, linear = plan.instructions
     assert (type(gather), type(linear), linear.source) == (Gather, Linear, gather.out)
     domains = [plan.buffers[each].domain for each in (gather.source, gather.out, linear.out)]
@@ -88,6 +89,6 @@ def test_a_result_that_is_read_elsewhere_is_computed_for_all_rows():
         kept[-1](0, hidden)
         return torch.nn.functional.linear(hidden[:, logit_rows], other)
 
-    plan = compile_forward(model, forward, NO_LAYERS, resolve(CPU), frozenset(), tapped)
+    plan = compile_forward(model, forward, NO_LAYERS, resolve(CPU), CacheRules(), tapped)
     kinds = [type(each) for each in plan.instructions if isinstance(each, (Gather, Linear))]
     assert kinds == [Linear, Gather, Linear]

@@ -10,14 +10,14 @@ import torch
 import specdec_fast as sd
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
-from support.models import CONFIGS, tiny_model
+from support.models import WITH_CHUNKS, tiny_model
 from support.programs import CPU, DTYPES, dense_logits, eager, needs_programs, ragged_logits
 
 pytestmark = needs_programs
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", WITH_CHUNKS)
 def test_models_are_computed_as_pytorch_does(architecture, dtype):
     """At most twice as far from the fp64 model as PyTorch's own forward of that dtype."""
     model = RaggedModel(tiny_model(architecture).to(dtype), resolve(CPU))

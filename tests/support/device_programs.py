@@ -15,6 +15,7 @@ import torch
 from bench.aot import Resources, measure, table
 from bench.aot_.fused_linears import fused_variants
 from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import resolve
@@ -59,7 +60,7 @@ def interpreted(model: torch.nn.Module, **options: bool) -> RaggedModel:
 
 def launched(model: torch.nn.Module, fuses_linears: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function of token ids that runs a model without layers, as ``compiled`` does, in the interpreter."""
-    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), frozenset())
+    plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
     program = TritonProgram(plan, resolve(CPU, "triton"), fuses_linears)
 
     def run(token_ids: torch.Tensor) -> torch.Tensor:

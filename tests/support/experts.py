@@ -41,8 +41,14 @@ CONFIGS = {
     "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(**{**_LATENT, "q_lora_rank": None}, topk_method="greedy"),
     "gemma4-moe": lambda: transformers.Gemma4TextConfig(
         **{**_SMALL, "num_experts_per_tok": None},
-        num_experts=4, top_k_experts=2, enable_moe_block=True, hidden_size_per_layer_input=0, head_dim=16,
-        global_head_dim=16, layer_types=["sliding_attention", "full_attention"], sliding_window=64,
+        num_experts=4,
+        top_k_experts=2,
+        enable_moe_block=True,
+        hidden_size_per_layer_input=0,
+        head_dim=16,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=64,
     ),
     "phimoe": lambda: transformers.PhimoeConfig(**_SMALL, num_local_experts=4),
     "gpt-oss": lambda: transformers.GptOssConfig(**_SMALL, head_dim=16, num_local_experts=4),  # transposed, biases

@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteSWAConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -61,10 +62,25 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
+# Chunks of eight positions. The last layer sees all positions and has no RoPE; it scales queries in steps of four
+# positions. The layers are not alike, and the class names no decoder whose hidden states a drafter could read.
+LLAMA4 = Llama4TextConfig(
+    **TINY_GROUPED,
+    intermediate_size_mlp=64,
+    head_dim=8,
+    moe_layers=[],
+    no_rope_layers=[1, 1, 0],
+    attention_chunk_size=8,
+    floor_scale=4,
+    attn_scale=0.5,
+)
+WITH_CHUNKS = {**CONFIGS, "llama4": LLAMA4}
+
+
 def tiny_model(architecture: str, seed: int = 0) -> torch.nn.Module:
     """Build a random fp32 model of three layers."""
     torch.manual_seed(seed)
-    config, options = CONFIGS[architecture], {}
+    config, options = WITH_CHUNKS[architecture], {}
     if getattr(config, "attn_logit_softcapping", None):
         options["attn_implementation"] = "eager"  # SDPA has no soft cap, but transformers before 5.18 runs it
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()

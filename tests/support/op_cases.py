@@ -37,7 +37,7 @@ def attention_by_hand(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatc
     starts, pages, page_size = batch.cu_seqlens_q.tolist(), batch.block_table.tolist(), keys.shape[1]
     for b in range(len(starts) - 1):
         for row in range(starts[b], starts[b + 1]):
-            seen = positions_seen(batch, b, row, params.sliding_window)
+            seen = positions_seen(batch, b, row, params)
             for head in range(queries.shape[1]):
                 kv_head = head // (queries.shape[1] // keys.shape[2])
                 places = [(pages[b][i // page_size], i % page_size, kv_head) for i in seen]
@@ -66,7 +66,7 @@ def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatc
             products = params.softcap * torch.tanh(products / params.softcap)
         visible = torch.zeros(stop - start, len(position), dtype=torch.bool)
         for row in range(start, stop):
-            visible[row - start, positions_seen(batch, b, row, params.sliding_window)] = True
+            visible[row - start, positions_seen(batch, b, row, params)] = True
         products = products.masked_fill(~visible[:, None, None], -math.inf)
         if params.sinks is not None:
             column = params.sinks.cpu().double().view(1, num_kv_heads, -1, 1).expand(*products.shape[:3], 1)
@@ -78,7 +78,7 @@ def attention_in_fp64(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatc
     return out
 
 
-def positions_seen(batch: PagedBatch, b: int, row: int, sliding_window: int | None) -> list[int]:
+def positions_seen(batch: PagedBatch, b: int, row: int, params: AttentionParams) -> list[int]:
     """KV entries that one row sees, as the contract defines them."""
     start, stop = batch.cu_seqlens_q[b : b + 2].tolist()
     prefix = int(batch.seqused_k[b]) - (stop - start)
@@ -89,9 +89,13 @@ def positions_seen(batch: PagedBatch, b: int, row: int, sliding_window: int | No
         words = batch.tree_mask[row].tolist()
         own = [i for i in range(stop - start) if words[i // 32] >> (i % 32) & 1]
         position = prefix + len(own) - 1  # its depth
-    if sliding_window is not None:
-        before = [i for i in before if i > position - sliding_window]
-        own = [i for depth, i in enumerate(own) if prefix + depth > position - sliding_window]
+    window, chunk = params.sliding_window or position + 1, params.attention_chunk or position + 1
+
+    def is_seen(other: int) -> bool:
+        return other > position - window and other // chunk == position // chunk
+
+    before = [i for i in before if is_seen(i)]
+    own = [i for depth, i in enumerate(own) if is_seen(prefix + depth)]
     return before + [prefix + i for i in own]
 
 

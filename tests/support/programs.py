@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -72,7 +73,7 @@ class Function(torch.nn.Module):
 def compiled(model):
     ops = resolve(CPU)
     executor, _ = executor_for(ops, CPU)
-    program = executor(compile_forward(model, model, NO_LAYERS, ops, frozenset())).program
+    program = executor(compile_forward(model, model, NO_LAYERS, ops, CacheRules())).program
 
     def run(token_ids):
         pool = PagePool(NO_LAYERS, 256, 16)

@@ -77,7 +77,9 @@ class AttentionCall:
     def first_seen(self, context: int, rows: int) -> int:
         """Where the earliest row, a chain's first or a tree's root, begins to see; the context's end without rows."""
         window = self.params.sliding_window or context
-        return max(0, context - rows - window + 1) if rows else context
+        chunk = self.params.attention_chunk or context + 1
+        first = context - rows
+        return max(first // chunk * chunk, first - window + 1) if rows else context
 
 
 @st.composite
@@ -100,6 +102,7 @@ def attention_calls(draw: st.DrawFn, limits: CallSizes, trees: bool = False) -> 
     windows = st.sampled_from((1, 2, 5, 33, 64, 1000))
     if trees and not limits.windows_in_trees:
         windows = st.integers(holds_tree, holds_tree + 40)
+    window = draw(st.none() | windows)
     return AttentionCall(
         sequences=sequences,
         page_size=page_size,
@@ -108,7 +111,8 @@ def attention_calls(draw: st.DrawFn, limits: CallSizes, trees: bool = False) -> 
         head_dim=head_dim,
         params=AttentionParams(
             scale=draw(st.sampled_from((head_dim**-0.5, 0.25))),
-            sliding_window=draw(st.none() | windows),
+            sliding_window=window,
+            attention_chunk=draw(st.none() | windows) if window is None else None,
             softcap=draw(st.sampled_from((None, None, 0.5, 30.0))),
         ),
         reach=draw(st.sampled_from((0, 1, 4, 100))) if trees else None,

@@ -22,6 +22,7 @@ SMALL_PIECE = 64  # of one tile of KV in fp16 and four in fp32: many pieces in s
 UNSPLIT, SPLIT = 0, 1 << 30  # values of _ENOUGH_PROGRAMS
 ENOUGH = {"split": SPLIT, "unsplit": UNSPLIT}
 WINDOWS = {"full": None, "window": 70}
+RULES = {"full": {}, "window": {"sliding_window": 70}, "chunk": {"attention_chunk": 44}}
 
 
 def attention(**args: Any) -> Tensor:
@@ -58,6 +59,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
 PIECES = {
     "chain": PagedShape((200, 64, 65), (6, 1, 40), head_dim=16),
     "window": PagedShape((200, 64, 130), (6, 3, 20), heads=2, kv_heads=1, head_dim=16, sliding_window=70),
+    "chunk": PagedShape((200, 64, 130), (6, 3, 20), heads=2, kv_heads=1, head_dim=16, attention_chunk=50),
+    "tree_chunk": PagedShape((150, 70), (5, 12), heads=2, kv_heads=1, head_dim=16, tree=True, attention_chunk=49),
     "softcap": PagedShape((130, 65), (6, 1), head_dim=16, softcap=2.0),
     "tree": PagedShape((150, 64, 40), (9, 3, 6), heads=2, kv_heads=1, head_dim=16, tree=True),
     "tree_window": PagedShape((150, 70), (5, 12), heads=2, kv_heads=1, head_dim=16, tree=True, sliding_window=64),

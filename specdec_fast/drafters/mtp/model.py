@@ -53,7 +53,7 @@ class MtpModel:
 
     def __init__(self, weights: MtpWeights, target: RaggedModel, page_size: int) -> None:
         check_whole(target)
-        _expect_no_windows(target)
+        _expect_full_attention(target)
         self._ops = target.ops
         model, norm = _one_layer(weights, target)
         model.eval().requires_grad_(requires_grad=False)  # before it gets the target's modules, which stay as they are
@@ -108,7 +108,7 @@ class MtpModel:
         hf = self.ragged.hf
         assert hf.taps is not None
         results: list[Tensor] = []
-        cache = PagedCache(pool, batch, ops, hf.sliding_layers)
+        cache = PagedCache(pool, batch, ops, hf.rules)
         with hf.hooked(), hf.taps.collected(lambda _, result: results.append(result)):
             logits = hf.call(batch.token_ids[None], batch.positions[None], cache, wanted)
         return logits[0], results[0][0]
@@ -138,11 +138,12 @@ class _Inputs(nn.Module):
         return joined
 
 
-def _expect_no_windows(target: RaggedModel) -> None:
-    """Raise ``NotYetSupportedError`` if a layer of the target has a sliding window: it is not known which has MTP's."""
-    if target.hf.sliding_layers:
+def _expect_full_attention(target: RaggedModel) -> None:
+    """Raise ``NotYetSupportedError`` if a layer of the target has a window or chunks: those of MTP's are not known."""
+    limited = target.hf.rules.sliding | set(target.hf.rules.chunks)
+    if limited:
         raise NotYetSupportedError(
-            f"{target.name} has sliding windows in {len(target.hf.sliding_layers)} of its "
+            f"{target.name} has sliding windows or chunks in {len(limited)} of its "
             f"{target.hf.config.num_hidden_layers} layers; MTP layers are served for targets without them. Use another "
             "drafter."
         )

@@ -91,7 +91,7 @@ def _(step: Append, program: _C.Program, plan: Plan) -> None:
 
 @_add.register
 def _(step: Attend, program: _C.Program, plan: Plan) -> None:
-    params = (step.scale, step.sliding_window or 0, step.softcap or 0.0)
+    params = (step.scale, step.sliding_window or 0, step.softcap or 0.0, step.attention_chunk or 0)
     sinks = (0, 0) if step.sinks is None else (step.sinks.data_ptr(), DTYPE_CODES[step.sinks.dtype])
     program.add_attend(step.layer, step.num_heads, _heads(step.query, plan), step.out, params, sinks)
 

@@ -177,6 +177,7 @@ class Attend(BufferUse):
     sliding_window: int | None
     softcap: float | None
     sinks: Tensor | None  # [num_heads], read in place
+    attention_chunk: int | None = None
 
     @property
     def reads(self) -> list[int]:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.program.plan.ir import COMPARISONS
+from specdec_fast.program.plan.ir import COMPARISONS, ROWS
 from specdec_fast.program.record.lower_sums import product_of_matrices
 from specdec_fast.program.record.lowering_table import Lowerings
 from specdec_fast.program.record.operands import FLOATS, LARGEST_WHOLE, WHOLE
 from specdec_fast.program.record.row_views import NotLowerableError, RowView
 from specdec_fast.program.record.tape import Tape
-from specdec_fast.program.record.tape_values import Extent, Index
+from specdec_fast.program.record.tape_values import Extent, Index, Preceding
 
 LOWERED = Lowerings()
 ARITHMETIC = ("add", "sub", "mul", "div")
@@ -109,14 +109,43 @@ def _pow(tape: Tape, result: Tensor, source: Tensor, exponent: float) -> None:
 
 def _binary(tape: Tape, result: Tensor, left: Any, right: Any, alpha: float = 1, *, code: str) -> None:
     value = tape.value(left)
-    if isinstance(value, (Index, Extent)) and code in ("add", "sub") and isinstance(right, int):
+    integers = _with_numbers_of_rows(tape, result, code, left, right) if alpha == 1 else None
+    if integers is not None:
+        tape.bind(result, integers)
+    elif isinstance(value, (Index, Preceding, Extent)) and code in ("add", "sub") and isinstance(right, int):
         added = int(right * alpha) * (1 if code == "add" else -1)
-        shifted = replace(value, added=value.added + added) if isinstance(value, Index) else value.shifted(added)
+        shifted = value.shifted(added) if isinstance(value, Extent) else replace(value, added=value.added + added)
         tape.bind(result, shifted)
     elif alpha != 1:
         raise NotLowerableError(f"{code} with a factor")
     else:
         elementwise(tape, result, code, left, right)
+
+
+def _with_numbers_of_rows(tape: Tape, result: Tensor, code: str, left: Any, right: Any) -> Index | Preceding | None:
+    """Return positions minus the numbers of the rows in a forward, or the sum of both: the positions again."""
+    value = tape.value(left)
+    if code == "sub" and isinstance(value, Index) and value.kind == "positions":
+        first = _first_number_of_rows(tape, result, right)
+        return None if first is None else Preceding(value.added - first)
+    for one, other in ((left, right), (right, left)):
+        value = tape.value(one)
+        if code == "add" and isinstance(value, Preceding):
+            first = _first_number_of_rows(tape, result, other)
+            return None if first is None else Index("positions", value.added + first)
+    return None
+
+
+def _first_number_of_rows(tape: Tape, result: Tensor, numbers: Any) -> int | None:
+    """Return the first of successive integers, one for each row; None if ``numbers`` are others."""
+    num_rows = tape.counts[ROWS]
+    if not isinstance(numbers, Tensor) or tape.value(numbers) is not None or numbers.dtype != torch.int64:
+        return None
+    if numbers.numel() != num_rows or result.numel() != num_rows:
+        return None
+    first = int(numbers.flatten()[0])
+    successive = torch.arange(first, first + num_rows, device=numbers.device)
+    return first if torch.equal(numbers.flatten(), successive) else None
 
 
 def elementwise(tape: Tape, result: Tensor, code: str, *operands: Any) -> None:

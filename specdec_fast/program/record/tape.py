@@ -28,7 +28,7 @@ from specdec_fast.program.plan.ir import (
 )
 from specdec_fast.program.record.operands import FLOATS, WHOLE, kept, lengths_of, operand_of, sizes_of, strides_of
 from specdec_fast.program.record.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
-from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfAllRows, Overwritten, Value
+from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfAllRows, Overwritten, Preceding, Value
 
 
 class Tape:
@@ -87,6 +87,7 @@ class Tape:
             raise NotLowerableError("numbers that were changed in place through another tensor of the same memory")
         kinds = {
             Index: "integers of the batch",
+            Preceding: "positions minus the numbers of rows",
             Extent: "a number of the whole batch",
             Complex: "complex numbers",
             OfAllRows: "choices of all rows",
@@ -230,7 +231,7 @@ class Tape:
         heads = self._heads(query)
         out = self.fresh_like(result, 0, ROWS)
         sinks = None if params.sinks is None else self._constant(params.sinks)
-        rule = (params.scale, params.sliding_window, params.softcap, sinks)
+        rule = (params.scale, params.sliding_window, params.softcap, sinks, params.attention_chunk)
         self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
         self.bind(result, out)
 

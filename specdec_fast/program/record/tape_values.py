@@ -17,6 +17,16 @@ class Index:
 
 
 @dataclass(frozen=True)
+class Preceding:
+    """Integers of the batch: each row's position minus its number among the rows of the forward, plus ``added``.
+
+    A cache returns them to a model that adds the numbers of the rows to the length of the cache.
+    """
+
+    added: int
+
+
+@dataclass(frozen=True)
 class Extent:
     """One integer computed from all rows of the batch, such as the largest position; a program knows only its bounds.
 
@@ -54,4 +64,4 @@ class OfAllRows:
     """A tensor of choices of all rows, which only a loop over experts can use; see ``expert_loops.py``."""
 
 
-Value = RowView | Index | Extent | Complex | OfAllRows | Overwritten
+Value = RowView | Index | Preceding | Extent | Complex | OfAllRows | Overwritten

@@ -190,7 +190,7 @@ class TritonProgram:
         return launch
 
     def _attend(self, step: Attend) -> Callable[[DeviceForward], None]:
-        params = AttentionParams(step.scale, step.sliding_window, step.softcap, step.sinks)
+        params = AttentionParams(step.scale, step.sliding_window, step.softcap, step.sinks, step.attention_chunk)
         heads = step.query
         head_dim = self._plan.kv_shapes[step.layer].key_head_dim
 
