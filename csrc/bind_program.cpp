@@ -25,11 +25,24 @@ Operand operand(const OperandTuple& t) {
           pointer<const char>(std::get<3>(t)), std::get<4>(t), std::get<5>(t), std::get<6>(t), std::get<7>(t)};
 }
 
+// Buffer, offset in bytes, stride of a head in elements.
+using HeadsTuple = std::array<std::int64_t, 3>;
+
+HeadsView heads_view(const HeadsTuple& t) { return {static_cast<int>(t[0]), t[1], t[2]}; }
+
 using Addresses = std::array<std::uintptr_t, 12>;
 using ForwardSizes = std::array<std::int64_t, 8>;
+// Of the state slots: address of the calls' addresses, calls, slots, draft tokens for which there is room. All 0: none.
+using StateTuple = std::array<std::int64_t, 4>;
+
+StateSlots states_at(const StateTuple& t) {
+  return {pointer<char* const>(static_cast<std::uintptr_t>(t[0])), t[1], t[2], t[3]};
+}
 
 // In the order of specdec_fast/program/cpp/executor.py.
-Forward forward(const Addresses& at, const ForwardSizes& sizes) {
+Forward forward(const Addresses& at, const ForwardSizes& sizes, const StateTuple& states,
+                const std::array<std::uintptr_t, 5>& recurrent) {
+  const auto array = [&](int i) { return pointer<const std::int32_t>(recurrent[static_cast<std::size_t>(i)]); };
   return {sizes[0], sizes[1],
           pointer<const std::int64_t>(at[0]), pointer<const std::int64_t>(at[1]), pointer<const std::int64_t>(at[2]),
           pointer<const std::int32_t>(at[3]), pointer<const std::int32_t>(at[4]), pointer<const std::int32_t>(at[5]),
@@ -37,21 +50,26 @@ Forward forward(const Addresses& at, const ForwardSizes& sizes) {
           pointer<const std::int32_t>(at[7]), sizes[4],
           {pointer<char* const>(at[8]), sizes[5], sizes[6]},
           pointer<void>(at[9]),
-          static_cast<int>(sizes[7]), pointer<void>(at[10]), pointer<const void>(at[11])};
+          static_cast<int>(sizes[7]), pointer<void>(at[10]), pointer<const void>(at[11]), states_at(states),
+          {sizes[0], sizes[2], array(0), array(1), array(2), array(3), array(4)}};
 }
 
 // In the order of specdec_fast/program/cpp/executor.py: of the tables their address and sizes, then of the layers' pages.
-Pages pages_at(const std::array<std::int64_t, 6>& t) {
+// The last four describe the state slots, as StateTuple.
+Pages pages_at(const std::array<std::int64_t, 10>& t) {
   return {pointer<const std::int32_t>(static_cast<std::uintptr_t>(t[0])), t[1], t[2],
-          {pointer<char* const>(static_cast<std::uintptr_t>(t[3])), t[4], t[5]}};
+          {pointer<char* const>(static_cast<std::uintptr_t>(t[3])), t[4], t[5]}, states_at({t[6], t[7], t[8], t[9]})};
 }
 
-using Spans = std::vector<std::array<std::int64_t, 3>>;
+// Place, start, count, length of the stored state, and rows that it stores.
+using Spans = std::vector<std::array<std::int64_t, 5>>;
 
 std::vector<Span> spans_of(const Spans& spans) {
   std::vector<Span> found;
   found.reserve(spans.size());
-  for (const auto& [place, start, count] : spans) found.push_back({place, start, count});
+  for (const auto& [place, start, count, state_length, num_stored] : spans) {
+    found.push_back({place, start, count, state_length, num_stored});
+  }
   return found;
 }
 
@@ -76,7 +94,7 @@ DraftRequest draft_request(const Spans& spans, const std::vector<std::int64_t>& 
   return {spans_of(spans), token_ids, num_draft_tokens, rows};
 }
 
-void draft_call(Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
+void draft_call(Program& program, const std::array<std::int64_t, 10>& pages, const Spans& spans,
                 const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& num_draft_tokens,
                 const CarriedTuple& carried, const ChoiceSizes& choice, const std::vector<std::uintptr_t>& sampling,
                 int num_threads, std::uintptr_t chosen) {
@@ -90,7 +108,7 @@ using TreeTuple = std::tuple<std::vector<std::int64_t>, std::int64_t, std::vecto
                              double>;
 
 std::vector<std::int64_t> draft_trees_call(
-    Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
+    Program& program, const std::array<std::int64_t, 10>& pages, const Spans& spans,
     const std::vector<std::int64_t>& token_ids, const std::vector<std::int64_t>& depths, const CarriedTuple& carried,
     const TreeTuple& trees, const ChoiceSizes& choice, const std::vector<std::uintptr_t>& sampling, int num_threads,
     std::array<std::uintptr_t, 3> nodes) {
@@ -104,7 +122,7 @@ std::vector<std::int64_t> draft_trees_call(
 }
 
 std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::int32_t>>, double> verify_call(
-    Program& program, const std::array<std::int64_t, 6>& pages, const Spans& spans,
+    Program& program, const std::array<std::int64_t, 10>& pages, const Spans& spans,
     const std::vector<std::int64_t>& last_tokens, std::array<std::uintptr_t, 3> draft_tokens, const ChoiceSizes& choice,
     const std::vector<std::uintptr_t>& sampling, int num_threads, std::array<std::uintptr_t, 2> outputs) {
   const Sampling rules = sampling_at(sampling);
@@ -153,22 +171,47 @@ void bind_program(py::module_& m) {
                                         pointer<const void>(weight), pointer<const void>(bias), transposed});
            })
       .def("add_append",
-           [](Program& self, std::int64_t layer, std::array<std::int64_t, 3> key, std::array<std::int64_t, 3> value) {
-             self.add(AppendStep{layer,
-                                 {static_cast<int>(key[0]), key[1], key[2]},
-                                 {static_cast<int>(value[0]), value[1], value[2]}});
+           [](Program& self, std::int64_t layer, const HeadsTuple& key, const HeadsTuple& value) {
+             self.add(AppendStep{layer, heads_view(key), heads_view(value)});
            })
       .def("add_attend",
-           [](Program& self, std::int64_t layer, std::int64_t num_heads, std::array<std::int64_t, 3> query, int out,
+           [](Program& self, std::int64_t layer, std::int64_t num_heads, const HeadsTuple& query, int out,
               std::array<double, 4> params, const Sinks& sinks) {
-             self.add(AttendStep{layer, num_heads, {static_cast<int>(query[0]), query[1], query[2]}, out,
+             self.add(AttendStep{layer, num_heads, heads_view(query), out,
                                  static_cast<float>(params[0]), static_cast<float>(params[2]),
                                  static_cast<std::int64_t>(params[1]), static_cast<std::int64_t>(params[3]),
                                  pointer<const void>(sinks.first), static_cast<DType>(sinks.second)});
            })
+      .def("add_convolve",
+           [](Program& self, std::array<std::int64_t, 4> step, std::int64_t in_offset,
+              std::array<std::uintptr_t, 2> weights, std::array<std::int64_t, 3> sizes) {
+             self.add(ConvolveStep{step[0], static_cast<DType>(step[1]), static_cast<int>(step[2]),
+                                   static_cast<int>(step[3]), in_offset, pointer<const void>(weights[0]),
+                                   pointer<const void>(weights[1]), sizes[0], sizes[1], sizes[2] != 0});
+           })
+      .def("add_attend_linearly",
+           [](Program& self, std::array<std::int64_t, 3> step, const std::array<HeadsTuple, 5>& rows,
+              std::array<bool, 3> flags, std::array<std::int64_t, 4> shape, std::array<double, 2> params,
+              std::uintptr_t skip) {
+             self.add(AttendLinearlyStep{step[0], static_cast<DType>(step[1]), heads_view(rows[0]), heads_view(rows[1]),
+                                         heads_view(rows[2]), heads_view(rows[3]), heads_view(rows[4]),
+                                         static_cast<int>(step[2]), flags[0], flags[1], flags[2], shape[0], shape[1],
+                                         shape[2], shape[3], static_cast<float>(params[0]),
+                                         static_cast<float>(params[1]), pointer<const float>(skip)});
+           })
+      .def("add_scan",
+           [](Program& self, std::array<std::int64_t, 3> step, const std::array<HeadsTuple, 4>& rows,
+              std::array<std::uintptr_t, 2> constants, std::array<std::int64_t, 5> sizes) {
+             self.add(ScanStep{step[0], static_cast<DType>(step[1]), heads_view(rows[0]), heads_view(rows[1]),
+                               heads_view(rows[2]), heads_view(rows[3]), static_cast<int>(step[2]),
+                               pointer<const float>(constants[0]), pointer<const float>(constants[1]), sizes[0], sizes[1],
+                               sizes[2], sizes[3], sizes[4]});
+           })
       .def("add_gather", [](Program& self, int in, int out) { self.add(GatherStep{in, out}); })
       .def(
-          "run", [](Program& self, const Addresses& at, const ForwardSizes& sizes) { self.run(forward(at, sizes)); },
+          "run",
+          [](Program& self, const Addresses& at, const ForwardSizes& sizes, const StateTuple& states,
+             const std::array<std::uintptr_t, 5>& recurrent) { self.run(forward(at, sizes, states, recurrent)); },
           py::call_guard<py::gil_scoped_release>())
       .def("draft", &draft_call, py::call_guard<py::gil_scoped_release>())
       .def("draft_trees", &draft_trees_call, py::call_guard<py::gil_scoped_release>())

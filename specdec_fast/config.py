@@ -42,11 +42,11 @@ class EngineConfig:
         kv_cache_tokens: KV positions in the pool (the draft model's pool gets as many); None: as many as a full window
             of each call's largest requests needs. Sequences take pages as they grow. If the pool is full, the youngest
             one gives up its pages and is prefilled again later, with the same tokens.
-        memory_bytes: budget for weights, KV entries and the working memory of steps, on the device of the target; the
-            interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens``, the nodes of trees
-            and ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must, and takes the
-            rest of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot fit is refused
-            before it is loaded. None: no budget. See ``docs/planning.md``.
+        memory_bytes: budget for weights, KV entries, recurrent states and the working memory of steps, on the device of
+            the target; the interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens``, the
+            nodes of trees and ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must,
+            and takes the rest of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot
+            fit is refused before it is loaded. None: no budget. See ``docs/planning.md``.
         page_size: KV positions per page.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
             while a long prompt is prefilled. None: a step prefills whole prompts, so that a batch ends soonest.

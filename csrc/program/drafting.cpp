@@ -107,7 +107,7 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
       const char* hidden = carried.hidden(static_cast<std::size_t>(layout.cu_seqlens()[i + 1] - 1));
       kept.insert(kept.end(), hidden, hidden + carried.row_bytes());
       going_on.push_back(b);
-      after.push_back({spans[i].place, spans[i].start + spans[i].count, 1});
+      after.push_back(spans[i].behind());
       fed.push_back(token);
     }
     members.swap(going_on);

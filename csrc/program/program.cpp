@@ -13,12 +13,8 @@
 #include <utility>
 #include <variant>
 
-#include "ops/append_kv.h"
-#include "ops/grouped_linear.h"
-#include "ops/linear.h"
-#include "ops/linear_transposed.h"
-#include "ops/paged_attention.h"
 #include "program/huge_pages.h"
+#include "program/run.h"
 
 namespace specdec {
 
@@ -53,17 +49,9 @@ struct RowOps {
 };
 
 struct Program::Step {
-  std::variant<RowOps, LinearStep, GroupedLinearStep, AppendStep, AttendStep, GatherStep> what;
-};
-
-// One forward, and the addresses of its buffers.
-struct Program::Run {
-  const Forward& forward;
-  std::vector<Location> buffers;
-
-  std::int64_t num_rows(Domain domain) const {
-    return domain == Domain::kRows ? forward.num_rows : forward.num_logit_rows;
-  }
+  std::variant<RowOps, LinearStep, GroupedLinearStep, AppendStep, AttendStep, ConvolveStep, AttendLinearlyStep, ScanStep,
+               GatherStep>
+      what;
 };
 
 Program::Program(DType dtype, std::vector<KVShape> layers, std::int64_t arena_bytes, std::int64_t logit_arena_bytes,
@@ -101,6 +89,21 @@ void Program::add(const AppendStep& step) { steps_.push_back({step}); }
 void Program::add(const AttendStep& step) { steps_.push_back({step}); }
 void Program::add(const GatherStep& step) { steps_.push_back({step}); }
 
+void Program::add(const ConvolveStep& step) {
+  num_states_ = std::max(num_states_, step.state + 1);
+  steps_.push_back({step});
+}
+
+void Program::add(const AttendLinearlyStep& step) {
+  num_states_ = std::max(num_states_, step.state + 1);
+  steps_.push_back({step});
+}
+
+void Program::add(const ScanStep& step) {
+  num_states_ = std::max(num_states_, step.state + 1);
+  steps_.push_back({step});
+}
+
 std::int64_t Program::shared_bytes(std::int64_t num_rows, std::int64_t num_logit_rows) const {
   return num_rows * arena_bytes_ + num_logit_rows * logit_arena_bytes_ + kAlignment;
 }
@@ -126,6 +129,10 @@ void Program::release() {
 
 void Program::run(const Forward& forward) {
   const auto started = std::chrono::steady_clock::now();
+  if (num_states_ > forward.states.num_calls || (num_states_ && forward.recurrent.cu_seqlens == nullptr)) {
+    throw std::invalid_argument("a forward has states of " + std::to_string(forward.states.num_calls) +
+                                " recurrent calls, of which its program makes " + std::to_string(num_states_));
+  }
   const std::int64_t first_logit_byte = forward.num_rows * arena_bytes_;
   const std::int64_t bytes = shared_bytes(forward.num_rows, forward.num_logit_rows);
   if (static_cast<std::int64_t>(arena_.size()) < bytes) {
@@ -166,6 +173,12 @@ void Program::run(const Forward& forward) {
       run_append(*append, run);
     } else if (const auto* attend = std::get_if<AttendStep>(&step.what)) {
       run_attend(*attend, run);
+    } else if (const auto* convolve = std::get_if<ConvolveStep>(&step.what)) {
+      run_convolve(*convolve, run);
+    } else if (const auto* linearly = std::get_if<AttendLinearlyStep>(&step.what)) {
+      run_attend_linearly(*linearly, run);
+    } else if (const auto* scan = std::get_if<ScanStep>(&step.what)) {
+      run_scan(*scan, run);
     } else {
       run_gather(std::get<GatherStep>(step.what), run);
     }
@@ -197,91 +210,6 @@ void Program::run_row_ops(const Step& step, Run& run) {
     }
   }
   if (fault) std::rethrow_exception(fault);
-}
-
-void Program::run_linear(const LinearStep& step, const Run& run) const {
-  const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
-  const Location& in = run.buffers[step.in];
-  const std::int64_t row_stride = step.num_vectors == 1 ? in.row_stride / item_size(step.dtype) : step.in_features;
-  const auto compute = step.transposed ? linear_transposed : linear;
-  compute({step.dtype, num_rows * step.num_vectors, step.in_features, step.out_features, in.base + step.in_offset,
-           row_stride, step.weight, step.bias, run.buffers[step.out].base, run.forward.num_threads});
-}
-
-void Program::run_grouped_linear(const GroupedLinearStep& step, const Run& run) const {
-  const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
-  const Location &in = run.buffers[step.in], &experts = run.buffers[step.experts];
-  std::vector<std::int64_t> expert_ids(static_cast<std::size_t>(num_rows * step.choices));
-  for (std::int64_t row = 0; row < num_rows; ++row) {
-    const auto* chosen = reinterpret_cast<const float*>(experts.base + row * experts.row_stride + step.experts_offset);
-    for (std::int64_t i = 0; i < step.choices; ++i) {
-      expert_ids[row * step.choices + i] = static_cast<std::int64_t>(chosen[i]);
-    }
-  }
-  grouped_linear({step.dtype, num_rows, step.choices, step.num_vectors, step.in_features, step.out_features,
-                  step.num_experts, in.base + step.in_offset, in.row_stride / item_size(step.dtype), expert_ids.data(), step.weight,
-                  step.transposed, step.bias, run.buffers[step.out].base, run.forward.num_threads});
-}
-
-void Program::run_append(const AppendStep& step, const Run& run) const {
-  const Forward& forward = run.forward;
-  const KVShape& shape = layers_[step.layer];
-  const std::int64_t item = item_size(dtype_);
-  const auto rows = [&](const HeadsView& view, std::int64_t head_dim) {
-    return NewRows{run.buffers[view.buffer].base + view.offset, run.buffers[view.buffer].row_stride,
-                   view.stride_head * item, head_dim * item};
-  };
-  append_kv({forward.kv.layers[2 * step.layer], forward.kv.layers[2 * step.layer + 1],
-             forward.kv.num_pages * forward.kv.page_size, rows(step.key, shape.key_dim),
-             rows(step.value, shape.value_dim), forward.slot_mapping, forward.num_rows, shape.num_kv_heads,
-             forward.num_threads});
-}
-
-void Program::run_attend(const AttendStep& step, const Run& run) const {
-  const Forward& forward = run.forward;
-  const KVShape& shape = layers_[step.layer];
-  const std::int64_t item = item_size(dtype_);
-  paged_attention({dtype_,
-                   forward.num_rows,
-                   run.buffers[step.query.buffer].base + step.query.offset,
-                   run.buffers[step.query.buffer].row_stride / item,
-                   step.query.stride_head,
-                   forward.kv.layers[2 * step.layer],
-                   forward.kv.layers[2 * step.layer + 1],
-                   forward.kv.num_pages,
-                   forward.kv.page_size,
-                   step.num_heads,
-                   shape.num_kv_heads,
-                   shape.key_dim,
-                   shape.value_dim,
-                   forward.block_table,
-                   forward.max_pages,
-                   forward.cu_seqlens_q,
-                   forward.seqused_k,
-                   forward.batch_size,
-                   forward.tree_mask,
-                   forward.tree_words,
-                   step.scale,
-                   step.sliding_window,
-                   step.attention_chunk,
-                   step.softcap,
-                   step.sinks,
-                   step.sinks_dtype,
-                   run.buffers[step.out].base,
-                   forward.num_threads});
-}
-
-void Program::run_gather(const GatherStep& step, const Run& run) const {
-  const Forward& forward = run.forward;
-  const Location &from = run.buffers[step.in], &to = run.buffers[step.out];
-  for (std::int64_t i = 0; i < forward.num_logit_rows; ++i) {
-    const std::int64_t row = forward.logit_rows[i];
-    if (row < 0 || row >= forward.num_rows) {
-      throw std::out_of_range("logit_rows[" + std::to_string(i) + "] is " + std::to_string(row) + "; there are " +
-                              std::to_string(forward.num_rows) + " rows");
-    }
-    std::memcpy(to.base + i * to.row_stride, from.base + row * from.row_stride, static_cast<std::size_t>(to.row_stride));
-  }
 }
 
 }  // namespace specdec

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/dtype.h"
+#include "ops/recurrent_rows.h"
 #include "program/rowwise.h"
 
 namespace specdec {
@@ -67,6 +68,38 @@ struct AttendStep {
   DType sinks_dtype;
 };
 
+// The steps of recurrent layers; see conv_rows.h, linear_attention_rows.h and selective_scan_rows.h. `state` is the number of
+// the recurrent call in a forward, and so of its state.
+struct ConvolveStep {
+  std::int64_t state;
+  DType dtype;
+  int in, out;             // buffers
+  std::int64_t in_offset;  // bytes
+  const void *weight, *bias;
+  std::int64_t channels, kernel;
+  bool silu;
+};
+
+struct AttendLinearlyStep {
+  std::int64_t state;
+  DType dtype;  // of queries, keys and values; decays and betas are fp32
+  HeadsView query, key, value, log_decay, beta;
+  int out;
+  bool decay_per_channel, has_beta, delta_rule;
+  std::int64_t key_heads, value_heads, key_dim, value_dim;
+  float scale, l2norm_eps;  // l2norm_eps negative: no normalisation
+  const float* skip;
+};
+
+struct ScanStep {
+  std::int64_t state;
+  DType dtype;  // of x, b and c; dt is fp32
+  HeadsView x, dt, b, c;
+  int out;
+  const float *a, *skip;
+  std::int64_t stride_a_channel, stride_a_state, channels, state_dim, num_groups;
+};
+
 struct GatherStep {  // takes the rows whose logits are wanted
   int in, out;
 };
@@ -80,6 +113,13 @@ struct KVShape {
 struct KVPages {
   char* const* layers;  // [num_layers, 2]: keys and values, each [num_pages, page_size, num_kv_heads, its head size]
   std::int64_t num_pages, page_size;
+};
+
+// The addresses of a pool's state slots: of every recurrent call of a forward its states, and its kept rows if it has any.
+struct StateSlots {
+  char* const* calls = nullptr;  // [num_calls, 2]
+  std::int64_t num_calls = 0, num_slots = 0;
+  std::int64_t most_draft_tokens = 0;  // for which a slot has room
 };
 
 // The arguments of one forward, as addresses.
@@ -100,6 +140,8 @@ struct Forward {
   int num_threads;
   void* hidden_states = nullptr;  // [num_rows, taps, size]; null if the program has no buffers there
   const void* inputs = nullptr;   // [num_rows, size], read only; null if the program has no buffer there
+  StateSlots states = {};
+  RecurrentRows recurrent = {};  // the rows for recurrent layers; cu_seqlens null: the model has none
 };
 
 class Program {
@@ -116,6 +158,9 @@ class Program {
   void add(const GroupedLinearStep& step);
   void add(const AppendStep& step);
   void add(const AttendStep& step);
+  void add(const ConvolveStep& step);
+  void add(const AttendLinearlyStep& step);
+  void add(const ScanStep& step);
   void add(const GatherStep& step);
 
   // Runs one forward; one call at a time. Throws std::out_of_range if an index lies outside its array or table, and
@@ -142,10 +187,14 @@ class Program {
   void run_grouped_linear(const GroupedLinearStep& step, const Run& run) const;
   void run_append(const AppendStep& step, const Run& run) const;
   void run_attend(const AttendStep& step, const Run& run) const;
+  void run_convolve(const ConvolveStep& step, const Run& run) const;
+  void run_attend_linearly(const AttendLinearlyStep& step, const Run& run) const;
+  void run_scan(const ScanStep& step, const Run& run) const;
   void run_gather(const GatherStep& step, const Run& run) const;
 
   DType dtype_;
   std::vector<KVShape> layers_;
+  std::int64_t num_states_ = 0;  // that the steps name
   std::int64_t arena_bytes_, logit_arena_bytes_, scratch_bytes_;  // per row, per logit row, per thread
   std::int64_t largest_op_ = 1;
   double seconds_ = 0.0;

@@ -42,6 +42,11 @@ SpanLayout::SpanLayout(const Pages& pages, const std::vector<Span>& spans, Logit
     }
     cu_seqlens_.push_back(static_cast<std::int32_t>(num_rows()));
     seqused_k_.push_back(static_cast<std::int32_t>(stop));
+    if (pages.states.num_calls == 0) continue;
+    state_slots_.push_back(static_cast<std::int32_t>(span.place));
+    state_lengths_.push_back(static_cast<std::int32_t>(span.state_length));
+    num_replayed_.push_back(static_cast<std::int32_t>(span.start - span.state_length));
+    num_stored_.push_back(static_cast<std::int32_t>(span.num_stored));
   }
   if (parents != nullptr) lay_out_trees(spans, parents);
 }
@@ -74,7 +79,8 @@ void SpanLayout::lay_out_trees(const std::vector<Span>& spans, const std::int32_
 }
 
 Forward SpanLayout::forward(const std::int64_t* token_ids, void* logits, int num_threads) const {
-  return {num_rows(),
+  Forward forward{
+          num_rows(),
           static_cast<std::int64_t>(logit_rows_.size()),
           token_ids,
           positions_.data(),
@@ -90,6 +96,12 @@ Forward SpanLayout::forward(const std::int64_t* token_ids, void* logits, int num
           pages_.kv,
           logits,
           num_threads};
+  forward.states = pages_.states;
+  if (!state_slots_.empty()) {
+    forward.recurrent = {num_rows(),           forward.batch_size,   cu_seqlens_.data(), state_slots_.data(),
+                         state_lengths_.data(), num_replayed_.data(), num_stored_.data()};
+  }
+  return forward;
 }
 
 }  // namespace specdec

@@ -13,11 +13,19 @@ struct Pages {
   const std::int32_t* tables;  // [num_places, max_pages]
   std::int64_t num_places, max_pages;
   KVPages kv;
+  StateSlots states = {};  // the slot of a place has its number
 };
 
 // Consecutive positions of the sequence at `place`: `start` to `start + count - 1`.
 struct Span {
   std::int64_t place, start, count;
+  // For recurrent layers, see RecurrentRows.
+  std::int64_t state_length = 0, num_stored = 0;
+
+  // The span of one draft token after this one, of which no state is stored.
+  Span behind() const {
+    return {place, start + count, 1, state_length + num_stored, 0};
+  }
 };
 
 // The arrays of one forward over `spans`, sequence after sequence. Throws std::out_of_range if a span lies outside the
@@ -47,6 +55,7 @@ class SpanLayout {
   std::int64_t width_ = 0;  // pages per row of the block table, as many as these spans need
   std::vector<std::int64_t> positions_, logit_rows_;
   std::vector<std::int32_t> slot_mapping_, block_table_, cu_seqlens_, seqused_k_;
+  std::vector<std::int32_t> state_slots_, state_lengths_, num_replayed_, num_stored_;
   std::int64_t tree_words_ = 0;
   std::vector<std::int32_t> row_parents_, tree_mask_;
 };

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
+
 
 @dataclass(frozen=True, kw_only=True)
 class PagedBatch:
@@ -50,6 +52,7 @@ class Rows(NamedTuple):
     owner: Hashable
     start: int
     count: int  # type: ignore[assignment]  # replaces the method tuple.count, which is not used here
+    num_drafts: int = 0  # how many of the last ones have draft tokens, which may be rejected
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class RaggedBatch(PagedBatch):
     cu_seqlens: Tensor
     last_rows: Tensor  # [B] int64, the last row of each sequence
     most_rows: int  # largest number of rows of a sequence
+    recurrent: RecurrentBatch | None = None  # the rows for recurrent layers; None: the model has none
 
     def row_by_row(self) -> PagedBatch:
         """Return the same rows for attention, each as a sequence of its own over the same pages.
@@ -116,9 +120,11 @@ class RaggedBatch(PagedBatch):
     def one_by_one(self) -> list[RaggedBatch]:
         """Return a batch for each row of chains, in order; a row attends to the KV entries of the rows before it."""
         owners = self._owners()
-        one = self.cu_seqlens.new_tensor([0, 1])
+        one = torch.arange(2, dtype=torch.int32, device=self.cu_seqlens.device)  # the copy of a list would wait
         tables = self.block_table[owners]
         used = (self.positions + 1).int()
+        num_rows = self.positions.shape[0]
+        recurrent = [None] * num_rows if self.recurrent is None else self.recurrent.one_by_one(owners)
         return [
             RaggedBatch(
                 token_ids=self.token_ids[row : row + 1],
@@ -132,8 +138,9 @@ class RaggedBatch(PagedBatch):
                 most_rows=1,
                 max_seqlen_q=1,
                 max_seqlen_k=self.max_seqlen_k,
+                recurrent=recurrent[row],
             )
-            for row in range(self.positions.shape[0])
+            for row in range(num_rows)
         ]
 
     def _owners(self) -> Tensor:

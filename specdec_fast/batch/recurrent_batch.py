@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -32,6 +33,25 @@ class RecurrentBatch:
     state_lengths: Tensor  # [B] int32, positions that the stored state has seen; 0: it is zero, whatever the slot holds
     num_replayed: Tensor  # [B] int32, kept rows of the slot that come first, from position ``state_lengths[b]`` on
     num_stored: Tensor  # [B] int32, how many rows, replayed ones first, advance the stored state
+
+    def one_by_one(self, owners: Tensor) -> list[RecurrentBatch]:
+        """Return a batch for each row, to be computed one after the other; ``owners`` ``[T]`` are their sequences."""
+        offsets = torch.arange(len(owners), device=owners.device) - self.cu_seqlens[owners]
+        before = self.num_replayed[owners] + offsets  # rows since the stored state
+        stored = self.num_stored[owners]
+        done = torch.where(offsets > 0, torch.minimum(stored, before), 0)  # rows that earlier forwards have stored
+        one = torch.arange(2, dtype=torch.int32, device=self.cu_seqlens.device)  # the copy of a list would wait
+        arrays = (
+            self.slots[owners],
+            self.state_lengths[owners] + done,
+            before - done,
+            torch.minimum(stored, before + 1) - done,
+        )
+        rows = zip(*(array.int().split(1) for array in arrays), strict=True)
+        return [
+            RecurrentBatch(cu_seqlens=one, slots=slot, state_lengths=length, num_replayed=replayed, num_stored=new)
+            for slot, length, replayed, new in rows
+        ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ import json
 import re
 import reprlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,7 @@ def _measured(
     checked = checked_draft(args.draft, config)
     if (known := _known_memory(args.target, config)) is not None:
         _expect_one(known, args.memory, traffic)
-    within = EngineConfig(
-        memory_bytes=args.memory, kv_cache_tokens=traffic.positions(), dtype=config.dtype, page_size=config.page_size
-    )
+    within = replace(config, memory_bytes=args.memory, kv_cache_tokens=traffic.positions())
     engine = Engine(args.target, affordable_draft(args.target, checked, within), config)
     _expect_positions(engine.target.max_positions, traffic)
     drafts = engine.drafter if engine.core.length_policy.max_draft_tokens else None

@@ -275,13 +275,20 @@ class Drafter(ABC):
         """Bytes of its KV entries of one position; its pool has as many pages as the target's."""
         return 0
 
+    def bytes_per_sequence(self, most_draft_tokens: int) -> int:
+        """Return the bytes of its recurrent states of one sequence, in an engine whose largest K this is.
+
+        The engine counts one slot more than sequences, for padding.
+        """
+        return 0
+
     @property
     def estimates_memory(self) -> bool:
         """Whether ``step_bytes`` is an estimate, because PyTorch runs its forwards."""
         return False
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Return the memory in bytes that it needs in addition to weights and KV entries.
+        """Return the memory in bytes that it needs in addition to weights, KV entries and recurrent states.
 
         Args:
             num_sequences: number of sequences of a step.
@@ -302,6 +309,9 @@ class Drafter(ABC):
             the first steps.
         """
         return None
+
+    def expect_sequences(self, num_sequences: int) -> None:  # noqa: B027
+        """Learn how many sequences may be admitted at once; called before ``prepare`` and ``grow``."""
 
     def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
         """Make room for ``num_tokens`` KV positions in total, in pages of ``page_size``; no sequence is admitted.
@@ -377,21 +387,29 @@ class PooledDrafter(Drafter):
     def __init__(self, layout: KVLayout, row_padding: RowPadding | None = None) -> None:
         self._kv_layout = layout
         self._row_padding = row_padding
+        self._num_sequences = 0
         self.pool: PagePool | None = None
 
     @property
     def bytes_per_token(self) -> int:
         return self._kv_layout.bytes_per_token
 
+    def bytes_per_sequence(self, most_draft_tokens: int) -> int:
+        return self._kv_layout.bytes_per_sequence
+
+    def expect_sequences(self, num_sequences: int) -> None:
+        self._num_sequences = num_sequences
+
     def prepare(self, num_tokens: int, page_size: int) -> None:
         # Keep the present pool if it is large enough and no interrupted call left pages.
-        if self.pool is None or not self.pool.is_vacant or self.pool.num_tokens < num_tokens:
-            self.pool = None  # frees the old pool's memory before the new one is allocated
-            self.pool = PagePool(self._kv_layout, num_tokens, page_size, self._row_padding)
+        pool = self.pool
+        if pool is None or not pool.is_vacant or not pool.holds(num_tokens, self._num_sequences):
+            pool = self.pool = None  # frees the old pool's memory before the new one is allocated
+            self.pool = PagePool(self._kv_layout, num_tokens, page_size, self._row_padding, self._num_sequences)
 
     def grow(self, num_tokens: int) -> None:
-        if self._pool().num_tokens < num_tokens:
-            self.pool = self._pool().grown(num_tokens)
+        if not self._pool().holds(num_tokens, self._num_sequences):
+            self.pool = self._pool().grown(num_tokens, self._num_sequences)
 
     def _pool(self) -> PagePool:
         if self.pool is None:

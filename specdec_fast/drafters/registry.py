@@ -36,6 +36,7 @@ from specdec_fast.ops import Ops
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.profiling import most_proposed
 from specdec_fast.runner.ragged_model import RaggedModel
 
 NO_DRAFT = "none"  # the same as None; the command line needs a string
@@ -116,13 +117,14 @@ def make_drafter(
     loaded = isinstance(draft, nn.Module)
     module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
     with named_failures(module):
-        model = RaggedModel(module, ops, config.page_size, config.enforce_eager)
+        most = most_proposed(config.most_draft_tokens)
+        model = RaggedModel(module, ops, config.page_size, config.enforce_eager, most)
         if config.deterministic:
             make_deterministic(model)
         model.release_memory()
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
     _check_vocabulary(model, target, tokenizer)
-    return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens)
+    return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens, config.max_batch_size)
 
 
 def expect_settings_read(drafter: Drafter, config: EngineConfig) -> None:

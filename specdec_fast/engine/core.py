@@ -291,10 +291,11 @@ class EngineCore:
 
     def _prepare_retry(self, error: Exception) -> None:
         """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
-        if isinstance(error, KVCacheAllocationError) and not self._pools.has_fixed_size:
+        is_of_pools = isinstance(error, KVCacheAllocationError) and not self._in_step
+        if is_of_pools and not self._pools.has_fixed_size:
             alone = self.waiting[0]  # no pool can hold it
         elif self._row_limit.recover(error, self._in_step, self.drafter):
-            self._prefilling.restart(self._in_step)
+            self._prefilling.restart(self._pools.pool(), self._in_step)
             self.stats.num_out_of_memory += 1
             return
         else:
@@ -331,7 +332,7 @@ class EngineCore:
             emitted = commit_emissions(step, outcome.emissions, logprobs, self._requests)
             lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
             if lost:
-                self._prefilling.restart(lost)
+                self._prefilling.restart(self._pools.pool(), lost)
         self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
         self.stats.add_step(len(batch), bool(lost))

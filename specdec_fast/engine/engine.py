@@ -15,12 +15,12 @@ from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, make_drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
-from specdec_fast.engine.memory import affordable_draft, plan_memory, return_freed_memory
+from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory, return_freed_memory
 from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
-from specdec_fast.errors import ConfigError, RequestError
+from specdec_fast.errors import ConfigError, MemoryBudgetError, RequestError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
 from specdec_fast.ops import resolve
@@ -86,7 +86,9 @@ class Engine:
         weight = next(model.parameters())
         self._ops = resolve(weight.device, self.config.backend, weight.dtype)
         with named_failures(model):
-            self.target = RaggedModel(model, self._ops, self.config.page_size, self.config.enforce_eager)
+            most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
+            options = (self.config.page_size, self.config.enforce_eager, most_draft_tokens)
+            self.target = RaggedModel(model, self._ops, *options)
             self._expect_same_steps()
             if self.config.deterministic:
                 make_deterministic(self.target)
@@ -103,7 +105,7 @@ class Engine:
         self._asked_draft_tokens = most
         tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
         self.target.use_graphs(Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows))
-        self.memory_plan = plan_memory(self.target, drafter, self.config, drafts=draft is not None)
+        self.memory_plan = self._planned(drafter, draft is not None)
         if self.memory_plan is not None:
             self.config = self.memory_plan.config
             scheduler = make_scheduler(self.memory_plan.config)
@@ -129,6 +131,16 @@ class Engine:
             return_freed_memory()
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config, max_nodes)
         self.shared = SharedCore(self.core, self.process)
+
+    def _planned(self, drafter: Drafter, drafts: bool) -> MemoryPlan | None:
+        """Plan the memory; if state slots with room for draft tokens do not fit, with those of plain decoding."""
+        try:
+            return plan_memory(self.target, drafter, self.config, drafts=drafts)
+        except MemoryBudgetError:
+            if not self.target.layout.states or not self.target.layout.most_draft_tokens:
+                raise
+        self.target.keep_no_draft_rows()
+        return plan_memory(self.target, drafter, self.config, drafts=False)
 
     @property
     def drafter(self) -> Drafter:
@@ -226,6 +238,7 @@ class Engine:
             "draft": self.drafter.describe(),
             "ops": dict(self._ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
+            "state_bytes_per_sequence": self.target.layout.bytes_per_sequence,
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
             "memory": None if self.memory_plan is None else self.memory_plan.describe(),
         }

@@ -50,10 +50,11 @@ class MemoryPlan(NamedTuple):
 
 
 def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
-    """Return ``draft`` (from ``checked_draft``), or None if its weights do not fit beside the target's.
+    """Return ``draft`` (from ``checked_draft``), or None if it does not fit beside the target.
 
-    This is known from the checkpoints' configs, before any is loaded. Raises MemoryBudgetError if the target's weights,
-    the KV entries asked for and a plain step of one row do not fit.
+    This is known from the checkpoints' configs, before any is loaded. Recurrent states need more memory with a drafter,
+    even with one without a model. Raises MemoryBudgetError if the target's weights, the KV entries asked for, the
+    states of one sequence and a plain step of one row do not fit.
     """
     if config.memory_bytes is None:
         return draft
@@ -64,13 +65,15 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
         return draft
     if plain.total(least) > config.memory_bytes:
         raise budget_error(plain, config.memory_bytes, least)
-    if not is_draft_model(draft):
-        return draft
+    if draft is None:
+        return None
+    drafting = replace(plain, states_for=config.most_draft_tokens)
     try:
-        both = least_memory(target, draft, config)
+        if is_draft_model(draft):
+            drafting = least_memory(target, draft, config)
     except ConfigError:
         return draft
-    return draft if both.total(least._replace(num_draft_tokens=1)) <= config.memory_bytes else None
+    return draft if drafting.total(least._replace(num_draft_tokens=1)) <= config.memory_bytes else None
 
 
 def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, drafts: bool) -> MemoryPlan | None:
@@ -84,7 +87,7 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
     if budget is None:
         return None
     gc.collect()  # the tensors of recorded forwards lie in reference cycles
-    memory = loaded_memory(target, drafter, config.page_size)
+    memory = loaded_memory(target, drafter, config.page_size, target.layout.most_draft_tokens)
     each = memory.rounded(min(_POSITIONS_EACH, target.max_positions or _POSITIONS_EACH))
     lengths = _numbers_of_nodes(drafter, config) if drafts else [0]
     for positions in (each, 1):  # one page, if the budget holds no more
@@ -112,8 +115,8 @@ def _numbers_of_nodes(drafter: Drafter, config: EngineConfig) -> list[int]:
 
 def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], positions_each: int) -> Ask:
     def num_resident(batch_size: int) -> list[int]:
-        asked = make_scheduler(_with_batch(config, batch_size, None)).max_resident
-        return list(dict.fromkeys([asked, batch_size]))
+        windows = [_with_batch(config, batch_size, window) for window in (None, batch_size)]
+        return list(dict.fromkeys(make_scheduler(each).checked_max_resident() for each in windows))
 
     def num_positions(resident: int, _: int) -> int:
         return config.kv_cache_tokens or resident * positions_each
@@ -123,7 +126,10 @@ def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], position
 
 
 def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, config: EngineConfig) -> MemoryPlan:
-    """Take what is left of the budget for KV positions, as many as the resident sequences can have at most."""
+    """Take what is left of the budget for KV positions, as many as the resident sequences can have at most.
+
+    If positions need no memory, their number is left to the requests.
+    """
     budget = config.memory_bytes or 0
     num_positions = config.kv_cache_tokens
     if num_positions is None:
@@ -136,7 +142,7 @@ def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, con
     planned = replace(
         _with_batch(config, setting.batch_size, setting.num_resident),
         num_draft_tokens=config.num_draft_tokens if max_nodes else _shortened(config, num_nodes),
-        kv_cache_tokens=num_positions,
+        kv_cache_tokens=num_positions if memory.bytes_per_page(setting) else config.kv_cache_tokens,
         max_prefill_tokens=setting.max_prefill_tokens,
     )
     return MemoryPlan(planned, num_nodes > 0, memory.terms(setting), memory.is_estimate, max_nodes)

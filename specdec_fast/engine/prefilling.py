@@ -32,18 +32,24 @@ class Prefilling:
         self._row_limit = row_limit
         self.sequences: list[Sequence] = []  # the residents that lack entries
         self.is_tapped = bool(drafter.taps)
+        # Whether a step that fails has its prompts prefilled anew: hidden states are needed again, or recurrent states
+        # may have advanced in some layers only.
+        self._begins_again = self.is_tapped or bool(target.layout.states)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has joined, if it lacks entries: a prompt of one token does not."""
         if sequence.target_kv_length < sequence.length - 1:
             self.sequences.append(sequence)
 
-    def restart(self, sequences: Collection[Sequence]) -> None:
-        """Compute the entries of sequences once more, if their drafter needs the hidden states again.
+    def restart(self, pool: PagePool, sequences: Collection[Sequence]) -> None:
+        """Compute the entries of sequences once more after a step that failed, if entries alone do not suffice.
 
-        Entries have the same bits each time, and hidden states too. The pages stay with the sequences.
+        Entries have the same bits each time, hidden states and recurrent states too. The pages stay with the sequences.
         """
-        if self.is_tapped:
+        if pool.states is not None:
+            for sequence in sequences:
+                pool.states.forget(pool.place(sequence))
+        if self._begins_again:
             self.drop(sequences)
             others = self.sequences  # which joined later
             self.sequences = []
@@ -93,10 +99,10 @@ class Prefilling:
     def passed(self) -> None:
         """Count a step that only prefilled as one that did not run out of memory.
 
-        With taps it does not count: a step that fails has its prompts prefilled anew, in so many steps that they would
+        If prompts are prefilled anew after a failure, it does not count: there may be so many steps that they would
         lift the limit before the next try, and nothing would ever end.
         """
-        if not self.is_tapped and self._row_limit.most is not None:
+        if not self._begins_again and self._row_limit.most is not None:
             self._row_limit.passed()
 
     def _observe(self, rows: list[Rows], hidden_states: Tensor) -> None:

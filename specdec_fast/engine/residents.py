@@ -35,9 +35,13 @@ class Pools:
         self._drafter = drafter
         self._page_size = config.page_size
         self._fixed_tokens = config.kv_cache_tokens
+        self._has_budget = config.memory_bytes is not None
         self._size_option = "kv_cache_tokens" if config.memory_bytes is None else "memory_bytes"
         # Beyond the positions of a sequence, so that a tree at its end need not shrink.
         self._spare_tokens = drafter.max_nodes
+        # A model with recurrent layers has a state slot for each of so many sequences.
+        self._has_states = bool(target.layout.states or drafter.bytes_per_sequence(config.most_draft_tokens))
+        self._num_sequences = 0
         self.target_pool: PagePool | None = None
         self.is_sized = False
 
@@ -79,11 +83,16 @@ class Pools:
             return
         largest = nlargest(max_resident, (s.max_length - 1 + self._spare_tokens for s in (*resident, *waiting)))
         num_tokens = self._fixed_tokens or sum(map(self._rounded, largest))
+        # A budget counts all state slots. While slots are added, the old ones and the new ones need memory.
+        num_sequences = max_resident if self._has_budget else len(largest)
         if resident:
-            if self.pool().num_tokens < num_tokens:
-                self._grow(num_tokens)
+            if num_sequences > self._num_sequences:  # requests come one by one, and growing copies every slot
+                num_sequences = min(max_resident, max(num_sequences, 2 * self._num_sequences))
+            if not self.pool().holds(num_tokens, num_sequences):
+                self._grow(num_tokens, num_sequences)
         elif first is not None:
-            self._prepare(num_tokens, least=self._fixed_tokens or self._rounded(first.max_length - 1))
+            least = self._fixed_tokens or self._rounded(first.max_length - 1)
+            self._prepare(num_tokens, num_sequences, least)
         self.is_sized = True
 
     def pool(self) -> PagePool:
@@ -92,38 +101,49 @@ class Pools:
             raise RuntimeError("the engine has no page pool before its first step.")
         return self.target_pool
 
+    def has_slot(self, num_resident: int) -> bool:
+        """Return whether target and drafter have state slots for one sequence more, if they need any."""
+        return not self._has_states or num_resident < self._num_sequences
+
     def _holds(self, sequence: Sequence) -> bool:
         pool = self.target_pool
         return pool is not None and pool.num_pages_for(sequence.max_length - 1) <= pool.num_pages
 
-    def _prepare(self, num_tokens: int, least: int) -> None:
+    def _prepare(self, num_tokens: int, num_sequences: int, least: int) -> None:
         """Allocate the pools, smaller ones if there is no memory; no sequence is resident."""
         self._target.expect_same_weights()
         while True:
             try:
-                return self._allocate(num_tokens)
+                return self._allocate(num_tokens, num_sequences)
             except KVCacheAllocationError:
                 self.target_pool = None
-                if num_tokens <= least:
+                if num_tokens <= least and (num_sequences <= 1 or not self._has_states):
                     raise
             num_tokens = max(least, num_tokens // 2)
+            num_sequences = max(1, num_sequences // 2)
 
-    def _allocate(self, num_tokens: int) -> None:
+    def _allocate(self, num_tokens: int, num_sequences: int) -> None:
         """Allocate the pools, or keep the present ones if they are large enough and no interrupted call left pages."""
         pool = self.target_pool
-        if pool is None or not pool.is_vacant or pool.num_tokens < num_tokens:
+        if pool is None or not pool.is_vacant or not pool.holds(num_tokens, num_sequences):
             pool = self.target_pool = None  # frees the old pool's memory before the new one is allocated
-            self.target_pool = PagePool(self._target.layout, num_tokens, self._page_size, self._target.row_padding)
+            target = self._target
+            pool = PagePool(target.layout, num_tokens, self._page_size, target.row_padding, num_sequences)
+            self.target_pool = pool
+        self._drafter.expect_sequences(num_sequences)
         self._drafter.prepare(self.pool().num_tokens, self._page_size)
+        self._num_sequences = num_sequences
 
-    def _grow(self, num_tokens: int) -> None:
+    def _grow(self, num_tokens: int, num_sequences: int) -> None:
         """Replace the pools by larger ones, if there is memory; otherwise sequences share the present ones."""
         try:
-            pool = self.pool().grown(num_tokens)
+            pool = self.pool().grown(num_tokens, num_sequences)
+            self._drafter.expect_sequences(num_sequences)
             self._drafter.grow(num_tokens)
         except KVCacheAllocationError:
             return
         self.target_pool = pool
+        self._num_sequences = max(num_sequences, self._num_sequences)
 
     def _rounded(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size) * self._page_size
@@ -180,9 +200,10 @@ class Residents:
 
     def admit(self) -> None:
         """Admit the first waiting sequences: as many as the scheduler allows and as there is room for."""
-        self._pools.size(self.resident, self.waiting, self._scheduler.checked_max_resident())
+        most = self._scheduler.checked_max_resident()
+        self._pools.size(self.resident, self.waiting, most)
         pool = self._pools.pool()
-        places = self._scheduler.checked_num_to_admit(len(self.resident))
+        places = min(self._scheduler.checked_num_to_admit(len(self.resident)), most - len(self.resident))
         while self.waiting and places > 0 and self._has_room(self.waiting[0]):
             sequence = self.waiting.popleft()
             pool.add(sequence)
@@ -243,6 +264,8 @@ class Residents:
         pool = self._pools.pool()
         if pool.num_pages_for(sequence.max_length - 1) > pool.num_pages:
             return False  # there is no memory for a larger pool: it waits until no sequence is resident
+        if not self._pools.has_slot(len(self.resident)):
+            return False
         needed = pool.num_pages_for(self._goal(sequence))
         return needed + sum(pool.num_missing(s, self._goal(s)) for s in self.resident) <= pool.num_free_pages
 

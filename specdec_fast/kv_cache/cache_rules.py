@@ -14,9 +14,11 @@ class CacheRules:
     Attributes:
         sliding: layers that must pass their sliding window to attention.
         chunks: positions of a chunk, by the index of each layer whose rows see those of their own chunk alone.
+        indexed: layers that attend over the positions alone that an indexer selects.
         answers_each_row: whether the cache returns a length for each row to a model that asks for its length.
     """
 
     sliding: frozenset[int] = frozenset()
     chunks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    indexed: frozenset[int] = frozenset()
     answers_each_row: bool = False

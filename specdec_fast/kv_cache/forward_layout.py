@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.device_copy import all_to_device, to_device
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.kv_cache.state_pool import RecurrentRows
 from specdec_fast.trees.rows import TreeRows
 
 
@@ -49,6 +51,7 @@ class HostLayout(NamedTuple):
     table: np.ndarray  # [B, max_pages] int32, block tables
     positions: np.ndarray  # [T] int64
     slots: np.ndarray  # [T] int32
+    recurrent: RecurrentRows | None  # of the state slots; None: the model has no recurrent layers
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +84,7 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
     places = []
     ends = []
     each = [ahead] * len(rows) if isinstance(ahead, int) else ahead
-    for (owner, start, count), further in zip(rows, each, strict=True):
+    for (owner, start, count, _), further in zip(rows, each, strict=True):
         ends.append(start + count)
         pool.allocate(owner, start + count + further)
         places.append(pool.place(owner))
@@ -89,9 +92,17 @@ def lay_out_on_host(pool: PagePool, rows: Sequence[Rows], ahead: int | Sequence[
     num_pages = max(1, pool.num_pages_for(max(ends, default=0) + max(each, default=0)))
     pool.widen(num_pages)
     table = pool.tables[:, :num_pages][place]
-    counts = row_counts(tuple([count for _, _, count in rows]))
+    counts = row_counts(tuple([row.count for row in rows]))
     positions = end[counts.sequence] + counts.offset_from_end
-    return HostLayout(counts, place, end, table, positions, pool.slots[place[counts.sequence], positions])
+    slots = pool.slots[place[counts.sequence], positions]
+    recurrent = None if pool.states is None else pool.states.advance(rows, place)
+    return HostLayout(counts, place, end, table, positions, slots, recurrent)
+
+
+def take_back(pool: PagePool, layout: HostLayout) -> None:
+    """Forget a layout whose forward has not run, so that the same rows can be laid out again."""
+    if pool.states is not None and layout.recurrent is not None:
+        pool.states.take_back(layout.recurrent)
 
 
 def lay_out(
@@ -110,7 +121,7 @@ def lay_out(
     batch = _laid_out(pool, rows, ahead)[0](token_ids=token_ids)
     if trees is None:
         return batch
-    starts = np.repeat([start for _, start, _ in rows], [count for _, _, count in rows])
+    starts = np.repeat([row.start for row in rows], [row.count for row in rows])
     positions, mask = all_to_device((starts + trees.depths, trees.mask), token_ids.device)
     return replace(batch, positions=positions, tree_mask=mask)
 
@@ -150,11 +161,12 @@ def _laid_out(
     """
     host = lay_out_on_host(pool, rows, later)
     device = pool.layout.device
-    layout = row_layout(tuple([count for _, _, count in rows]), device)
-    arrays = (host.table, host.positions, host.slots, host.end.astype(np.int32))
-    on_device, *per_row = all_to_device(arrays, device)
+    layout = row_layout(tuple([row.count for row in rows]), device)
+    arrays = (host.table, host.positions, host.slots, host.end.astype(np.int32), *(host.recurrent or ()))
+    on_device, positions, slots, used, *recurrent = all_to_device(arrays, device)
     longest = int(host.end.max(initial=0))
-    return _forward(layout, on_device, longest, *per_row), host.place, host.end, on_device
+    first = _forward(layout, on_device, longest, positions, slots, used, *recurrent)
+    return first, host.place, host.end, on_device
 
 
 def _one_row_each(
@@ -166,15 +178,32 @@ def _one_row_each(
     positions = end + np.arange(num_forwards)[:, None]  # [num_forwards, B]
     slots = pool.slots[place, positions]
     used = (positions + 1).astype(np.int32)
+    arrays = [positions, slots, used]
+    if pool.states is not None:
+        behind = [pool.states.behind(place, each) for each in positions]
+        arrays += [np.stack(each) for each in zip(*behind, strict=True)]
     longest = int(end.max()) + 1
-    per_forward = zip(*(array.unbind() for array in all_to_device((positions, slots, used), device)), strict=True)
-    return [_forward(layout, table, longest + i, *arrays) for i, arrays in enumerate(per_forward)]
+    per_forward = zip(*(array.unbind() for array in all_to_device(arrays, device)), strict=True)
+    return [_forward(layout, table, longest + i, *each) for i, each in enumerate(per_forward)]
 
 
 def _forward(
-    layout: RowLayout, table: Tensor, longest: int, positions: Tensor, slots: Tensor, used: Tensor
+    layout: RowLayout,
+    table: Tensor,
+    longest: int,
+    positions: Tensor,
+    slots: Tensor,
+    used: Tensor,
+    *recurrent: Tensor,
 ) -> partial[RaggedBatch]:
-    """Return the batch of one forward without its ``token_ids``; the longest sequence has ``longest`` KV entries."""
+    """Return the batch of one forward without its ``token_ids``; the longest sequence has ``longest`` KV entries.
+
+    ``recurrent`` are the arrays of ``RecurrentRows``, if the model has recurrent layers.
+    """
+    of_states = None
+    if recurrent:
+        arrays = dict(zip(RecurrentRows._fields, recurrent, strict=True))
+        of_states = RecurrentBatch(cu_seqlens=layout.cu_seqlens, **arrays)
     return partial(
         RaggedBatch,
         positions=positions,
@@ -187,4 +216,5 @@ def _forward(
         block_table=table,
         max_seqlen_q=layout.counts.most_rows,
         max_seqlen_k=longest,
+        recurrent=of_states,
     )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
+
+MOST_DRAFT_TOKENS = 16  # for which recurrent states have room, if nobody says how many there are
 LayerKV = tuple[Tensor, Tensor]  # keys and values, each [num_pages, page_size, num_kv_heads, its head size]
 
 
@@ -21,14 +25,22 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The KV entries of one model at one position."""
+    """The KV entries of one model at one position, and the states that its recurrent layers keep of a sequence.
 
-    shapes: tuple[KVShape, ...]  # shape of each layer that attends, by layer index
-    # by layer index, the layer whose entries it attends over: itself, or an earlier layer of the same shape in a model
+    Layers are counted among those that attend: in a hybrid model, ``layer_ids`` has the model's own numbers of them.
+    Behind them come the indexers of sparse attention, each with a key per position and no value.
+    """
+
+    shapes: tuple[KVShape, ...]  # shape of each layer that attends, then of each indexer
+    # per layer, the layer whose entries it attends over: itself, or an earlier layer of the same shape in a model
     # whose layers share keys and values (Gemma-3n, Gemma-4)
     sources: tuple[int, ...]
     dtype: torch.dtype  # dtype of keys and values
     device: torch.device  # device of keys and values
+    layer_ids: tuple[int, ...] | None = None  # the model's number of each layer; None: 0, 1, 2, ...
+    states: tuple[StateShape, ...] = ()  # what each recurrent call keeps, in the order of a forward's calls
+    most_draft_tokens: int = MOST_DRAFT_TOKENS  # of a sequence in a verification; states keep their rows
+    indexers: tuple[int, ...] = ()  # the model's number of the layer of each indexer
 
     @classmethod
     def uniform(
@@ -41,11 +53,30 @@ class KVLayout:
     @property
     def num_layers(self) -> int:
         """The number of layers that attend."""
-        return len(self.shapes)
+        return len(self.shapes) - len(self.indexers)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Each layer that attends, by the model's number of it."""
+        return {layer: place for place, layer in enumerate(self.layer_ids or range(self.num_layers))}
+
+    @cached_property
+    def places_of_indexers(self) -> dict[int, int]:
+        """Each indexer, by the model's number of its layer."""
+        return {layer: self.num_layers + i for i, layer in enumerate(self.indexers)}
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of the recurrent states of one sequence."""
+        return self.bytes_per_slot(self.most_draft_tokens)
+
+    def bytes_per_slot(self, most_draft_tokens: int) -> int:
+        """Return the bytes of the recurrent states of one sequence in a layout for another ``most_draft_tokens``."""
+        return bytes_per_slot(self.states, most_draft_tokens)
 
     @property
     def groups(self) -> dict[KVShape, list[int]]:
-        """Indices of the layers that have their own entries, by shape."""
+        """Indices of the layers, and of the indexers, that have their own entries, by shape."""
         by_shape: dict[KVShape, list[int]] = {}
         for layer, (shape, source) in enumerate(zip(self.shapes, self.sources, strict=True)):
             if source == layer:
@@ -62,10 +93,11 @@ class KVLayout:
         return numbers * self.dtype.itemsize
 
     def allocate(self, num_pages: int, page_size: int) -> tuple[tuple[Tensor, ...], list[LayerKV]]:
-        """Return zeros for ``num_pages`` pages, and every layer's keys and values, which are views of them.
+        """Return zeros for ``num_pages`` pages, and the keys and values of layers and indexers: views of these.
 
         The allocations are each ``[layers, planes, num_pages, page_size, num_kv_heads, head size]``: one per shape,
-        with two planes (keys and values); two of one plane each if keys and values differ in size.
+        with two planes (keys and values); two of one plane each if keys and values differ in size (indexers have values
+        of no numbers).
         """
         tensors: list[Tensor] = []
         layers: dict[int, LayerKV] = {}

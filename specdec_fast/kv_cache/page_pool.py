@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.state_pool import StateMemory, StatePool
 
 
 class KVPages(NamedTuple):
@@ -26,12 +27,15 @@ class KVPages(NamedTuple):
     num_pages: int  # number of pages, with the scratch page
     page_size: int  # positions per page
     memory: tuple[Tensor, ...]  # the tensors behind the addresses; the references keep them alive
+    states: StateMemory | None = None  # None: the model has no recurrent layers
 
 
 class Spans(NamedTuple):
     """The rows of a forward as a program takes them; the program lays them out itself."""
 
-    spans: list[tuple[int, int, int]]  # (row of ``tables``, first position, number of positions) of each sequence
+    # (row of ``tables``, first position, number of positions) of each sequence; for recurrent layers also the positions
+    # that the stored state has seen, and the rows that advance it, replayed ones included
+    spans: list[tuple[int, int, int, int, int]]
     tables: Tensor  # ``[places, max_pages]`` int32, the block table of every owner
     pages: KVPages  # the pages that the tables name
     # if the rows are trees, ``[rows - B]`` int32 on the host: of every row but a sequence's first, its parent, counted
@@ -41,6 +45,8 @@ class Spans(NamedTuple):
 
 class PagePool:
     """Pages of one model's KV cache, allocated as their owners grow and freed when these leave.
+
+    If the model has recurrent layers, every owner has a state slot too.
 
     The pool promises an owner only the pages that it holds; ``engine/residents.py`` makes room before each step.
     Whatever allocates pages raises KVCacheTooSmallError if too few are free, and allocates none then.
@@ -52,10 +58,26 @@ class PagePool:
         tables: ``[places, pages]`` int32 on the host, the block table of every owner. A place is the row of one owner
             in ``tables`` and ``slots``; place 0 has no owner, and all its pages are the scratch page.
         slots: ``[places, pages * page_size]`` int32 on the host, the slot of every position of every owner.
+        states: the state slots of recurrent layers, one for every place; None if the model has no such layers.
+
+    Args:
+        layout: of the model.
+        num_tokens: number of positions.
+        page_size: positions per page.
+        row_padding: how rows are computed; None: no padding.
+        num_owners: for how many owners there are state slots at first; further ones grow with the owners.
+
+    Raises:
+        KVCacheAllocationError: there is no memory for so many positions or state slots.
     """
 
     def __init__(
-        self, layout: KVLayout, num_tokens: int, page_size: int, row_padding: RowPadding | None = None
+        self,
+        layout: KVLayout,
+        num_tokens: int,
+        page_size: int,
+        row_padding: RowPadding | None = None,
+        num_owners: int = 0,
     ) -> None:
         self.layout = layout
         self.row_padding = row_padding or RowPadding()
@@ -80,6 +102,15 @@ class PagePool:
         self._in_page = np.arange(page_size, dtype=np.int32)
         self.tables = np.zeros((1, 1), np.int32)
         self.slots = self._in_page[None].copy()
+        self.states: StatePool | None = None
+        if layout.states:
+            self.states = StatePool(layout.states, 1, layout.most_draft_tokens, layout.device)
+            self._add_places(max(1, num_owners))
+
+    def holds(self, num_tokens: int, num_owners: int) -> bool:
+        """Return whether the pool has so many positions, and state slots for so many owners if it needs any."""
+        has_slots = self.states is None or self.states.num_slots > num_owners
+        return has_slots and self.num_tokens >= num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -106,22 +137,29 @@ class PagePool:
         if owner in self._pages_of:
             raise ValueError(f"{owner!r} already holds pages; free it first.")
         if not self._free_places:
-            self._add_places()
+            self._add_places(max(8, len(self.tables)) if self.states is None else 1)
         self._pages_of[owner] = []
         self._places[owner] = place = self._free_places.pop()
         self.tables[place] = 0
+        if self.states is not None:
+            self.states.forget(place)
 
     def free(self, owner: Hashable) -> None:
         """Free every page of ``owner``, and forget it."""
         self._free.extend(reversed(self._pages_of.pop(owner)))
         self._free_places.append(self._places.pop(owner))
 
-    def grown(self, num_tokens: int) -> PagePool:
+    def grown(self, num_tokens: int, num_owners: int = 0) -> PagePool:
         """Return a pool of ``num_tokens`` positions in which every owner holds the same pages, with their entries.
 
         The caller must not use this pool afterwards. Both pools need memory until the entries are copied. Raises
-        KVCacheAllocationError if there is no memory for the larger pool; this pool is unchanged then.
+        KVCacheAllocationError if there is no memory for the larger pool, or for state slots of ``num_owners`` owners;
+        this pool's owners keep what they have then.
         """
+        if self.states is not None and self.states.num_slots <= num_owners:
+            self._add_places(num_owners + 1 - self.states.num_slots)
+        if num_tokens <= self.num_tokens:
+            return self
         pool = PagePool(self.layout, num_tokens, self.page_size, self.row_padding)
         for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
             larger[:, :, : self.num_pages + 1] = smaller
@@ -131,6 +169,8 @@ class PagePool:
         pool._free_places = self._free_places
         pool.tables = self.tables
         pool.slots = self.slots
+        pool.states = self.states
+        pool.pages = pool.pages._replace(states=self.pages.states)
         return pool
 
     def place(self, owner: Hashable) -> int:
@@ -171,15 +211,27 @@ class PagePool:
         ``rows`` has each sequence's span, in batch order. ``ahead`` is, per span, the number of positions after it that
         get pages as well; None: 0 for all.
         """
-        spans = []
-        for i, (owner, start, count) in enumerate(rows):
+        rows = list(rows)
+        for i, (owner, start, count, _) in enumerate(rows):
             self.allocate(owner, start + count + (ahead[i] if ahead else 0))
-            spans.append((self._places[owner], start, count))
+        places = [self._places[row.owner] for row in rows]
+        lengths = stored = [0] * len(rows)
+        if self.states is not None:
+            of_states = self.states.advance(rows, np.array(places))
+            lengths = of_states.state_lengths.tolist()
+            stored = of_states.num_stored.tolist()
+        starts = [row.start for row in rows]
+        counts = [row.count for row in rows]
+        spans = list(zip(places, starts, counts, lengths, stored, strict=True))
         return Spans(spans, torch.from_numpy(self.tables), self.pages)  # from_numpy shares the memory
 
-    def _add_places(self) -> None:
+    def _add_places(self, more: int) -> None:
         places = len(self.tables)
-        more = max(8, places)
+        if self.states is not None:
+            try:
+                self.states.grow(places + more)
+            finally:  # if memory runs out, some of the tensors have been replaced
+                self.pages = self.pages._replace(states=self.states.memory())
         self.tables = np.pad(self.tables, ((0, more), (0, 0)))
         self.slots = np.pad(self.slots, ((0, more), (0, 0)))
         self._free_places += range(places, places + more)

@@ -174,6 +174,8 @@ def _decoder(model: Any) -> nn.Module:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if isinstance(decoder, nn.Linear):  # ModernBERT calls its output layer "decoder"
         decoder = model.base_model
+    if decoder is model:  # Llama-4 returns itself
+        decoder = getattr(model, "model", None)
     if not isinstance(decoder, nn.Module) or decoder is model:
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder apart from its output layer (get_decoder).")
     return decoder

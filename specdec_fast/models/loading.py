@@ -28,9 +28,9 @@ def load_model(
         device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
 
-    Raises ConfigError if there is no such model or device; if files are damaged, weights are missing, or the model
-    needs code of its own; if a loaded model has another dtype or device than asked for, has no weights, is in training
-    mode, or is spread over devices; or if a draft is sharded over processes.
+    Raises ConfigError if there is no such model or device; if files are damaged, weights are missing or have other
+    shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
+    weights, is in training mode, or is spread over devices; or if a draft is sharded over processes.
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)
@@ -43,13 +43,23 @@ def load_model(
     _expect_usable(device)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
+            name,
+            dtype=dtype or "auto",
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they become an error that names them
         )
         model = model.to(device).eval()
     except Exception as error:  # no such model, damaged files, no memory; every reader raises errors of its own
         reason = why_unreadable(error)
         missing = "" if Path(name).exists() else " (there is no such folder)"
         raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from cause_shown(error)
+    if mismatched := sorted(info["mismatched_keys"]):
+        weight, found, expected = mismatched[0]
+        raise ConfigError(
+            f"{name!r} has weights of other shapes than its config says: {weight} is {list(found)}, expected "
+            f"{list(expected)} ({len(mismatched)} in all); take a complete checkpoint, or correct its config."
+        )
     if absent := sorted(info["missing_keys"]):  # transformers would leave them random
         raise ConfigError(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "

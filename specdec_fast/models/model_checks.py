@@ -22,9 +22,15 @@ from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.probe import PROBE_LENGTH
+from specdec_fast.models.recurrent_functions import RECURRENT_LAYER_TYPES
 
-_SERVED_LAYER_TYPES = {"chunked_attention", "full_attention", "sliding_attention"}
-_SERVED_IN_TEXT_ALONE = {"chunked_attention"}  # not in models of more than text, which no test has served
+_INDEXED = {"indexed_attention", "deepseek_sparse_attention"}  # transformers 5.17 has the latter name
+_SERVED_LAYER_TYPES = {
+    *("chunked_attention", "full_attention", "sliding_attention"),
+    *(*_INDEXED, *RECURRENT_LAYER_TYPES, "mlp", "moe"),
+}
+# Not in models of more than text, which no test has served.
+_SERVED_IN_TEXT_ALONE = {"chunked_attention", *_INDEXED}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Beyond any length at which a model might behave differently, and no multiple of a size.
 _OTHER_LENGTH = 2**20 + 3
@@ -50,7 +56,13 @@ def check_decoder(model: PreTrainedModel) -> None:
     if exotic:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers of type {', '.join(exotic)}; "
-            f"only {', '.join(sorted(served))} can be paged."
+            f"only {', '.join(sorted(served))} can be served."
+        )
+    recurrent = sorted(set(getattr(text, "layer_types", None) or []) & RECURRENT_LAYER_TYPES)
+    if recurrent and indexed_layers(text):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of type indexed_attention and {', '.join(recurrent)}; models can be "
+            "served that have one of the two kinds."
         )
     positions = max_positions(text)
     if positions is not None and positions < PROBE_LENGTH:
@@ -115,6 +127,23 @@ def sliding_layers(config: Any, num_layers: int) -> frozenset[int]:
         return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
     slides = window and getattr(config, "use_sliding_window", True)
     return frozenset(range(num_layers) if slides else ())
+
+
+def indexed_layers(config: Any) -> frozenset[int]:
+    """Return the layers that must pass the positions that an indexer selects to the attention function."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return frozenset(i for i, kind in enumerate(layer_types) if kind in _INDEXED)
+
+
+def masks(config: Any, device: torch.device) -> dict[str, Tensor | None] | None:
+    """Return what a model with indexers receives in place of its masks, by layer type; None for other models.
+
+    An indexer demands a mask. Each of its rows receives the keys that it sees, so the mask hides none.
+    """
+    if not indexed_layers(config):
+        return None
+    shown = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    return {kind: shown if kind in _INDEXED else None for kind in set(config.layer_types)}
 
 
 def attention_chunks(config: Any, num_layers: int) -> dict[int, int]:

@@ -11,11 +11,11 @@ from torch import Tensor
 DenseLogits = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: float) -> str:
+def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: float, is_recurrent: bool = False) -> str:
     """Return what differs from a decoder that pages can serve, as a clause whose subject is the model.
 
     ``dense_logits`` runs the unmodified model over a text, ``[n]`` int64. ``bound`` is the relative distance from which
-    logits differ by more than rounding.
+    logits differ by more than rounding. A model with recurrent layers may need no positions.
     """
     positions = torch.arange(len(token_ids), device=token_ids.device)
     half = len(token_ids) // 2
@@ -23,15 +23,16 @@ def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: floa
         expected = dense_logits(token_ids, None)
         if _distance(dense_logits(token_ids[:half], None), expected[:half]) > bound:
             return "a token attends to later tokens: it is an encoder (some configs need is_decoder=True)"
-        if torch.equal(dense_logits(token_ids, positions.flip(0)), expected):
+        if not is_recurrent and torch.equal(dense_logits(token_ids, positions.flip(0)), expected):
             return "it ignores position_ids, so the rows of a batch cannot have positions of their own"
         if _distance(dense_logits(token_ids, positions), expected) > bound:
             return "it computes other logits from position_ids 0, 1, 2, ... than without position_ids"
     except Exception:  # the model's own code may raise anything; the reason is the last one then
         pass
+    own = "keeps recurrent states of its own, " if is_recurrent else ""
     return (
-        "it attends by other means than transformers' AttentionInterface, adds terms of its own to the scores, or "
-        "computes a row with the others of its forward (as dynamic quantisation does)"
+        f"it {own}attends by other means than transformers' AttentionInterface, adds terms of its own to the scores, "
+        "or computes a row with the others of its forward (as dynamic quantisation does)"
     )
 
 

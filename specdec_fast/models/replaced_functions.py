@@ -64,10 +64,12 @@ def _attend(
     """Serve an attention call of ``transformers``: write its keys and values to pages and attend over these.
 
     No mask is needed: a model passes its sliding window, and the cache knows which layers attend within chunks.
-    ``transformers`` passes attention sinks as ``s_aux``.
+    ``transformers`` passes attention sinks as ``s_aux``, and the positions that an indexer selects as ``indices``.
     """
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache = active_cache.get()
+    layer: Any = module.layer_idx
+    if layer is None or layer < 0:  # layers share the module; the one that attends has just updated the cache
+        layer = cache.updated_layer
     if sliding_window is None and layer in cache.rules.sliding:
         raise UnsupportedModelError(
             f"layer {layer} applies its sliding window by a mask alone; a paged KV cache has no mask, so it must pass "
@@ -82,7 +84,13 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     params = AttentionParams(scale, sliding_window, softcap, None if sinks is None else stored(sinks), chunk)
-    return cache.attend(query, key, value, layer, params), None
+    selected = kwargs.get("indices")
+    if selected is not None and (sliding_window, chunk) != (None, None):
+        raise UnsupportedModelError(
+            f"layer {layer} passes indices and has sliding_window={sliding_window} or chunks of {chunk} positions; "
+            "expected one of them."
+        )
+    return cache.attend(query, key, value, layer, params, selected), None
 
 
 def _mix_experts(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class EngineSetting(NamedTuple):
 
     batch_size: int  # B, sequences of a step
     num_draft_tokens: int  # N, draft tokens per sequence: K for a chain, the nodes of a tree; 0 is without a drafter
-    num_resident: int  # sequences that hold KV pages at the same time
+    num_resident: int  # sequences that hold KV pages and state slots at the same time
     num_positions: int  # KV positions of the pool; a drafter's pool has as many
     # largest number of rows of a prefill forward; None: as many as a forward may have
     max_prefill_tokens: int | None = None
@@ -34,6 +34,8 @@ class Part:
     weights: int  # unique storages; a drafter's without those of the target
     bytes_per_token: int  # KV entries of one position
     step_terms: Callable[[EngineSetting], dict[str, int]]  # from a setting to what its steps need beside these, by term
+    # from the K for which there is room to the bytes of the recurrent states of one sequence; None: it has none
+    bytes_per_sequence: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,25 @@ class EngineMemory:
     drafter: Part | None  # the drafter's part; None without a drafter
     page_size: int  # KV positions per page
     is_estimate: bool = False  # whether a term is estimated: PyTorch runs forwards, or nothing was loaded
+    # K for which recurrent states have room, whatever K a setting has; None: the K of the setting
+    states_for: int | None = None
 
     def terms(self, setting: EngineSetting) -> dict[str, int]:
-        """Return the bytes of each term; a KV pool has one page more than its positions need, for padding rows."""
+        """Return the bytes of each term.
+
+        A KV pool has one page more than its positions need, for padding rows, and one state slot more than sequences.
+        """
         pages = self.num_pages(setting.num_positions) + 1
-        parts = {"target": self.target}
-        if self.drafter is not None and setting.num_draft_tokens:
-            parts["drafter"] = self.drafter
+        slots = setting.num_resident + 1
+        most_draft_tokens = setting.num_draft_tokens if self.states_for is None else self.states_for
+        parts = self._parts(setting)
         terms = {f"{name} weights": part.weights for name, part in parts.items()}
         terms |= {f"{name} KV": pages * self.page_size * part.bytes_per_token for name, part in parts.items()}
+        terms |= {
+            f"{name} states": slots * part.bytes_per_sequence(most_draft_tokens)
+            for name, part in parts.items()
+            if part.bytes_per_sequence is not None
+        }
         for part in parts.values():
             terms |= part.step_terms(setting)
         return terms
@@ -69,16 +81,25 @@ class EngineMemory:
         """Return the positions of as many whole pages."""
         return self.num_pages(num_positions) * self.page_size
 
+    def bytes_per_page(self, setting: EngineSetting) -> int:
+        """Return the bytes of a page in all pools; 0 if no layer attends, so that positions need no memory."""
+        return self.page_size * sum(part.bytes_per_token for part in self._parts(setting).values())
+
     def positions_within(self, budget: int, setting: EngineSetting) -> int:
-        """Return how many KV positions fit beside the other terms of a setting, in whole pages; at least 0."""
-        terms = self.terms(setting)
-        left = budget - sum(size for name, size in terms.items() if name not in KV_TERMS)
-        per_page = self.page_size * sum(
-            part.bytes_per_token
-            for name, part in zip(KV_TERMS, (self.target, self.drafter), strict=True)
-            if part is not None and name in terms
-        )
+        """Return how many KV positions fit beside the other terms of a setting, in whole pages; at least 0.
+
+        If positions need no memory, those of the setting fit, provided that the other terms do.
+        """
+        left = budget - sum(size for name, size in self.terms(setting).items() if name not in KV_TERMS)
+        per_page = self.bytes_per_page(setting)
+        if not per_page:
+            return setting.num_positions if left >= 0 else 0
         return max(0, left // per_page - 1) * self.page_size
+
+    def _parts(self, setting: EngineSetting) -> dict[str, Part]:
+        if self.drafter is None or not setting.num_draft_tokens:
+            return {"target": self.target}
+        return {"target": self.target, "drafter": self.drafter}
 
 
 @dataclass(frozen=True)
@@ -154,7 +175,11 @@ def budget_error(
     held = ", ".join(f"{name} {size}" for name, size in terms.items() if size)
     positions = memory.positions_within(budget, least)
     at_most = "at most " if memory.is_estimate else ""
-    if new_tokens is None:
+    shorten = "shorten requests, "
+    if not memory.bytes_per_page(least):
+        longest = "no sequence fits, however short"
+        shorten = ""
+    elif new_tokens is None:
         longest = f"{positions} KV positions fit"
     else:
         prompt = longest_prompt(positions, new_tokens)
@@ -166,7 +191,7 @@ def budget_error(
     return MemoryBudgetError(
         f"a budget of {_exactly(budget)} lacks {_exactly(missing)} for a plain step of one sequence over "
         f"{least.num_positions} KV positions, which needs {held} bytes; the largest term is {largest}. "
-        f"Within the budget, {longest}. Raise it, shorten requests, or take a smaller model or dtype."
+        f"Within the budget, {longest}. Raise it, {shorten}or take a smaller model or dtype."
     )
 
 

@@ -12,12 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, SpecDecError
+from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.probe import probe_of
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.model_memory import bytes_of, estimated_row_bytes, weights_of
+from specdec_fast.runner.profiling import most_proposed
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
 
@@ -30,6 +32,11 @@ class CheckpointSizes(NamedTuple):
     row_bytes: int  # bytes per row that a forward needs besides; an estimate
     row_parameters: int  # parameters with which a row is multiplied; of experts, those that it chooses
     max_positions: int | None  # number of positions that the model has; None if its config has no limit
+    states: tuple[StateShape, ...] = ()  # recurrent states of one sequence; exact
+
+    def bytes_per_sequence(self, most_draft_tokens: int) -> int:
+        """Return the bytes of the recurrent states of one sequence, with room for so many draft tokens."""
+        return bytes_per_slot(self.states, most_draft_tokens)
 
 
 def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
@@ -44,7 +51,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
         hf = HFModel(model, _ops_of(model.device), probe_of(config.vocab_size, model.device))
         layout = hf.layout
     except SpecDecError as error:
-        raise ConfigError(f"the KV entries of {type(model).__name__} cannot be laid out: {error}") from error
+        raise ConfigError(f"the memory of {type(model).__name__} cannot be laid out: {error}") from error
     return CheckpointSizes(
         bytes_of(weights_of(model)),
         layout.bytes_per_token,
@@ -52,15 +59,21 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
         estimated_row_bytes(model, layout.dtype.itemsize),
         _row_parameters(model, config),
         max_positions(config),
+        layout.states,
     )
 
 
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
-    """Return what an engine needs at least: weights, KV entries, a step's logits; ConfigError if sizes are unknown."""
+    """Return what an engine needs at least: weights, KV entries, recurrent states and a step's logits.
+
+    ``draft`` is a draft model, for which an engine makes its states with room for the K of ``config``: their size stays
+    when ``memory_bytes`` lowers K. None: plain decoding. Raises ConfigError if sizes are unknown.
+    """
     dtype: Any = config.dtype
-    sizes = checkpoint_sizes(target, dtype)
+    of_target = _target_part(checkpoint_sizes(target, dtype), 0)
     of_draft = None if draft is None else _draft_part(checkpoint_sizes(draft, dtype), 0)
-    return EngineMemory(_target_part(sizes, 0), of_draft, config.page_size, is_estimate=True)
+    states_for = 0 if draft is None else config.most_draft_tokens
+    return EngineMemory(of_target, of_draft, config.page_size, is_estimate=True, states_for=states_for)
 
 
 def estimated_memory(
@@ -79,7 +92,7 @@ def _target_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
         terms = {"logits": setting.num_rows * sizes.logits_bytes}
         return terms | ({"working memory": _most_rows(setting, setting.num_rows) * row_bytes} if row_bytes else {})
 
-    return Part(sizes.weights, sizes.bytes_per_token, terms)
+    return Part(sizes.weights, sizes.bytes_per_token, terms, sizes.bytes_per_sequence if sizes.states else None)
 
 
 def _draft_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
@@ -87,7 +100,10 @@ def _draft_part(sizes: CheckpointSizes, row_bytes: int) -> Part:
         rows = _most_rows(setting, 2 * setting.batch_size) * row_bytes
         return {"drafter steps": setting.batch_size * sizes.logits_bytes + rows}
 
-    return Part(sizes.weights, sizes.bytes_per_token, terms)
+    def bytes_per_sequence(most_draft_tokens: int) -> int:
+        return sizes.bytes_per_sequence(most_proposed(most_draft_tokens))
+
+    return Part(sizes.weights, sizes.bytes_per_token, terms, bytes_per_sequence if sizes.states else None)
 
 
 def _most_rows(setting: EngineSetting, decoding: int) -> int:

@@ -82,5 +82,7 @@ class ComputedTimes:
         return "reading weights" if reading >= computing else "arithmetic"
 
     def _terms(self, sizes: CheckpointSizes, num_rows: int, num_sequences: int) -> tuple[float, float]:
-        read = sizes.weights + num_sequences * self.context * sizes.bytes_per_token
+        # A step reads the state of a sequence and writes one, together more than a slot without draft tokens has.
+        each = self.context * sizes.bytes_per_token + sizes.bytes_per_sequence(0)
+        read = sizes.weights + num_sequences * each
         return read / self.device.bandwidth, num_rows * _FLOPS_PER_PARAMETER * sizes.row_parameters / self.device.peak

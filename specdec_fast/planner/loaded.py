@@ -27,31 +27,44 @@ class HoldsMemory(Protocol):
     def bytes_per_token(self) -> int:
         """Bytes of its KV entries of one position."""
 
+    def bytes_per_sequence(self, most_draft_tokens: int) -> int:
+        """Return the bytes of its recurrent states of one sequence, in an engine of this K."""
+
     @property
     def estimates_memory(self) -> bool:
         """Whether ``step_bytes`` is an estimate."""
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
-        """Return the memory that it needs beside weights and KV entries."""
+        """Return the memory that it needs beside weights, KV entries and recurrent states."""
 
 
-def loaded_memory(target: RaggedModel, drafter: HoldsMemory | None, page_size: int) -> EngineMemory:
+def loaded_memory(
+    target: RaggedModel, drafter: HoldsMemory | None, page_size: int, states_for: int | None = None
+) -> EngineMemory:
     """Return the memory of an engine of loaded models; the target has the row padding with which it will run.
 
-    Raises DrafterError if the drafter's weights are no tensors, or it names a number of bytes that is none.
+    ``states_for`` is that of ``EngineMemory``. Raises DrafterError if the drafter's weights are no tensors, or it names
+    a number of bytes that is none.
     """
     target_bytes = storage_bytes(weights_of(target.model))
-    part = Part(sum(target_bytes.values()), target.layout.bytes_per_token, partial(_target_terms, target))
+    layout = target.layout
+    states = layout.bytes_per_slot if layout.states else None
+    part = Part(sum(target_bytes.values()), layout.bytes_per_token, partial(_target_terms, target), states)
     if drafter is None:
-        return EngineMemory(part, None, page_size, target.program is None)
+        return EngineMemory(part, None, page_size, target.program is None, states_for)
     others = {address: size for address, size in _weights_of(drafter).items() if address not in target_bytes}
 
     def drafter_terms(setting: EngineSetting) -> dict[str, int]:
         counts = setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens
         return {"drafter steps": _checked_bytes("step_bytes", drafter.step_bytes(*counts))}
 
-    drafts = Part(sum(others.values()), _checked_bytes("bytes_per_token", drafter.bytes_per_token), drafter_terms)
-    return EngineMemory(part, drafts, page_size, target.program is None or drafter.estimates_memory)
+    def drafter_states(most_draft_tokens: int) -> int:
+        return _checked_bytes("bytes_per_sequence", drafter.bytes_per_sequence(most_draft_tokens))
+
+    per_token = _checked_bytes("bytes_per_token", drafter.bytes_per_token)
+    drafts = Part(sum(others.values()), per_token, drafter_terms, drafter_states if drafter_states(0) else None)
+    is_estimate = target.program is None or drafter.estimates_memory
+    return EngineMemory(part, drafts, page_size, is_estimate, states_for)
 
 
 def _weights_of(drafter: HoldsMemory) -> dict[int, int]:

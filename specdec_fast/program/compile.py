@@ -77,6 +77,7 @@ def compile_forward(
     rules: CacheRules,
     tapped: Tapped | None = None,
     max_positions: int | None = None,
+    cache_class: type[PagedCache] = PagedCache,
 ) -> Plan:
     """Record a model's forward, and plan its program.
 
@@ -89,13 +90,16 @@ def compile_forward(
         tapped: collects the hidden states that are further outputs of the program; None: it has none, and is the same
             except for the copies of the taps.
         max_positions: the program will compute positions below it only; None: any.
+        cache_class: of the cache that the forward takes.
     """
+    if layout.indexers:
+        raise NotLowerableError("its indexers select the positions over which each row attends")
     hooked = hooked_class(model)
     if hooked is not None:
         raise NotLowerableError(f"a {hooked} has forward hooks, which a program would not call")
 
     def run(recorder: Recorder, pool: PagePool, batch: RaggedBatch, logit_rows: Tensor) -> tuple[Tensor, list[int]]:
-        cache = PagedCache(pool, batch, recording_ops(recorder, ops, pool, batch), rules)
+        cache = cache_class(pool, batch, recording_ops(recorder, ops, pool, batch), rules)
         taps: dict[int, int] = {}
 
         def collect(index: int, hidden: Tensor) -> None:
@@ -105,6 +109,8 @@ def compile_forward(
             logits = forward(batch.token_ids[None], batch.positions[None], cache, logit_rows)
         if cache.num_attended != layout.num_layers:
             raise NotLowerableError(f"{cache.num_attended} of {layout.num_layers} layers attend over pages")
+        if cache.num_advanced != len(layout.states):
+            raise NotLowerableError(f"{cache.num_advanced} of {len(layout.states)} recurrent calls are made")
         return logits, [buffer for _, buffer in sorted(taps.items())]
 
     return _planned(run, layout, 0, [*model.parameters(), *model.buffers()], max_positions)

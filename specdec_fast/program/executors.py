@@ -15,7 +15,16 @@ from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.kv_cache.page_pool import KVPages, PagePool, Spans
 from specdec_fast.ops import Ops
 from specdec_fast.ops.registry import BACKENDS
-from specdec_fast.program.plan.ir import Append, Attend, GroupedLinear, Linear, Plan
+from specdec_fast.program.plan.ir import (
+    Append,
+    Attend,
+    AttendLinearly,
+    Convolve,
+    GroupedLinear,
+    Linear,
+    Plan,
+    Scan,
+)
 from specdec_fast.program.plan.working_memory import ForwardMemory
 from specdec_fast.program.record.row_views import NotLowerableError
 
@@ -146,7 +155,15 @@ EXECUTORS = {"cpp": ("cpu", _cpp), "triton": ("cuda", _triton)}
 # The ops that an executor computes itself: in every program, and by instruction. Models have linears, so another
 # backend of that op is noticed before a model is recorded.
 _IN_EVERY_PROGRAM = ("append_kv_", "linear", "paged_attention", "verify_chain")
-_OF_INSTRUCTION = {Append: "append_kv_", Attend: "paged_attention", Linear: "linear", GroupedLinear: "grouped_linear"}
+_OF_INSTRUCTION = {
+    Append: "append_kv_",
+    Attend: "paged_attention",
+    Linear: "linear",
+    GroupedLinear: "grouped_linear",
+    Convolve: "conv_rows_",
+    AttendLinearly: "linear_attention_rows_",
+    Scan: "selective_scan_rows_",
+}
 
 
 def executor_for(ops: Ops, device: torch.device) -> tuple[Executor | None, str | None]:

@@ -132,18 +132,18 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 def _logits(model: RaggedModel, row_padding: RowPadding, forwards: list[list[Rows]]) -> Tensor:
     """Compute the forwards one after the other; return the logits of the owner called text, ``[n, vocab_size]``."""
-    owners = {owner: 0 for spans in forwards for owner, _, _ in spans}
+    owners = {owner: 0 for spans in forwards for owner, *_ in spans}
     pool = PagePool(model.layout, len(owners) * (_TEXT + model.page_size), model.page_size, row_padding)
     for number, owner in enumerate(sorted(owners, key=str, reverse=True)):  # the text is number 0 in every way
         pool.add(owner)
         owners[owner] = number
     of_text = []
     for spans in forwards:
-        ids = [_tokens(owners[owner], model.vocab_size)[start : start + count] for owner, start, count in spans]
+        ids = [_tokens(owners[owner], model.vocab_size)[start : start + count] for owner, start, count, _ in spans]
         token_ids = torch.cat(ids).to(model.layout.device)
         logits = model.forward(lay_out(pool, spans, token_ids), pool)
-        pieces = logits.split([count for _, _, count in spans])
-        of_text += [piece for piece, (owner, _, _) in zip(pieces, spans, strict=True) if owner == "text"]
+        pieces = logits.split([each.count for each in spans])
+        of_text += [piece for piece, (owner, *_) in zip(pieces, spans, strict=True) if owner == "text"]
     return torch.cat(of_text)
 
 

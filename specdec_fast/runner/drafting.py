@@ -101,7 +101,7 @@ def draft_on_pages(
     def batches(members: list[int], num_before: int, num_forwards: int) -> list[partial[RaggedBatch]]:
         rows = first
         if num_before:
-            rows = [Rows(first[i].owner, first[i].start + first[i].count - 1 + num_before, 1) for i in members]
+            rows = [Rows(first[i].owner, first[i].start + first[i].count - 1 + num_before, 1, 1) for i in members]
         return decode_batches(pool, rows, num_forwards)
 
     def step(batch_of: partial[RaggedBatch], tokens: Tensor, carried: Tensor | None) -> _Computed:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
-from specdec_fast.kv_cache.forward_layout import lay_out_on_host
+from specdec_fast.kv_cache.forward_layout import lay_out_on_host, take_back
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.drafting import first_tokens, laid_out_loop
 from specdec_fast.runner.eager import EagerRunner
@@ -49,6 +49,7 @@ class GraphRunner(EagerRunner):
             layout, plan.last_tokens, plan.draft_tokens, columns, pool, plan.hidden_states, plan.trees
         )
         if found is None:
+            take_back(pool, layout)
             return super().verify(pool, plan)
         logits, results = found
         return Verification(plan.counts, logits, results, perf_counter() - started, 0.0, plan.hidden_states)
@@ -70,4 +71,5 @@ class GraphRunner(EagerRunner):
             chosen = self._graphs.draft(layout, token_ids, num_forwards, columns, pool, vocab_size)
             if chosen is not None:
                 return first_tokens(chosen, num_draft_tokens)
+            take_back(pool, layout)
         return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size)

@@ -20,16 +20,24 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.errors import SpecDecError, UnsupportedModelError
 from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.hf_cache import PagedCache
+from specdec_fast.kv_cache.layer_layout import MOST_DRAFT_TOKENS
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.model_arguments import cache_argument
+from specdec_fast.model_arguments import cache_argument, takes_positions
 from specdec_fast.models.experts import expert_configs
 from specdec_fast.models.hidden_states import Taps
 from specdec_fast.models.kv_probe import KVProbe
-from specdec_fast.models.model_checks import attention_chunks, sliding_layers, takes_length_of_each_row
+from specdec_fast.models.model_checks import (
+    attention_chunks,
+    indexed_layers,
+    masks,
+    sliding_layers,
+    takes_length_of_each_row,
+)
 from specdec_fast.models.probe import probe_of
+from specdec_fast.models.recurrent_functions import own_cache, use_state_slots, why_own_recurrence
 from specdec_fast.models.replaced_functions import active_cache, hooked, lock_of
 from specdec_fast.models.replaced_linears import Linears
 from specdec_fast.ops import Ops
@@ -40,11 +48,15 @@ from specdec_fast.torch_threads import one_thread
 class HFModel:
     """A Hugging Face model whose forwards PyTorch runs on ragged rows.
 
-    Only its attention function, experts and linears are replaced, only during a forward, and by one thread at a time.
-    ``token_ids`` ``[n]`` int64 are a short text with which the model is probed.
+    Its attention function, experts and linears are replaced only during a forward, and by one thread at a time. Its
+    recurrent functions are replaced for good, and compute from state slots only during a forward.
+    ``token_ids`` ``[n]`` int64 are a short text with which the model is probed. Recurrent states have room for
+    ``most_draft_tokens`` of a sequence.
     """
 
-    def __init__(self, model: PreTrainedModel, ops: Ops, token_ids: Tensor) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ops: Ops, token_ids: Tensor, most_draft_tokens: int = MOST_DRAFT_TOKENS
+    ) -> None:
         self.model = model
         self._ops = ops
         self.config = model.config.get_text_config(decoder=True)
@@ -56,13 +68,37 @@ class HFModel:
         self._attached_by: int | None = None  # id of the thread inside `attached`
         self._cache_argument = cache_argument(model)
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        probe = KVProbe(ops)
-        with torch.inference_mode(), self.hooked():
-            self.call(token_ids[None], torch.arange(len(token_ids), device=token_ids.device)[None], probe, None)
-        self.layout = probe.layout(type(model).__name__)  # shapes and dtype of the KV entries of one position
-        layers = (self.config, self.layout.num_layers)
-        self.rules = CacheRules(sliding_layers(*layers), attention_chunks(*layers))
+        self._takes_positions = takes_positions(model)
+        self._masks = masks(self.config, model.device)
+        use_state_slots(model)
+        self.cache_class = own_cache(PagedCache, model)
+        probe = own_cache(KVProbe, model)(ops)
+        self._probe(probe, token_ids)
+        # shapes and dtype of the KV entries of one position, and of the states of a sequence
+        layout = probe.layout(type(model).__name__, model.dtype, model.device)
+        self.layout = replace(layout, most_draft_tokens=most_draft_tokens)
+        # of the decoder, whatever they compute
+        self.num_layers = self.config.num_hidden_layers if self.layout.states else self.layout.num_layers
+        layers = (self.config, self.num_layers)
+        indexed = indexed_layers(self.config) | set(layout.indexers)
+        self.rules = CacheRules(sliding_layers(*layers), attention_chunks(*layers), indexed)
         self._asks_for_length = probe.asks_for_length
+
+    def _probe(self, probe: KVProbe, token_ids: Tensor) -> None:
+        """Record what the layers keep; a recurrence that no function of ours computes is refused with that reason."""
+        failure: Exception | None = None
+        try:
+            with torch.inference_mode(), self.hooked():
+                self.call(token_ids[None], torch.arange(len(token_ids), device=token_ids.device)[None], probe, None)
+        except SpecDecError:
+            raise
+        except Exception as error:
+            failure = error
+        has_come_to_it = failure is None or probe.asked_for_state
+        if has_come_to_it and not probe.states and (reason := why_own_recurrence(self.config)):
+            raise UnsupportedModelError(f"{type(self.model).__name__} {reason}.") from failure
+        if failure is not None:
+            raise failure
 
     def find_answers(self, page_size: int) -> None:
         """Find whether its cache must return a length for each row; ``page_size`` is that of its pages."""
@@ -75,8 +111,7 @@ class HFModel:
         """Find where the taps ``ids`` are read, or raise UnsupportedModelError; () forgets them."""
         probe = probe_of(self.config.vocab_size, self.layout.device)
         with self._lock:
-            layers = self.layout.num_layers
-            self.taps = Taps(self.model, ids, layers, lambda: self.dense_logits(probe)) if ids else None
+            self.taps = Taps(self.model, ids, self.num_layers, lambda: self.dense_logits(probe)) if ids else None
 
     def dense_hidden_states(self, token_ids: Tensor) -> Tensor:
         """Run the model on one sequence of ``n`` tokens as ``dense_logits`` does; return its taps ``[n, taps, H]``."""
@@ -92,11 +127,15 @@ class HFModel:
 
         ``positions`` are ``[n]`` int64; None: the model counts itself.
         """
-        given: dict[str, Any] = {self._cache_argument: DynamicCache()}
-        if positions is not None:
+        # A recurrent layer and an indexer find their place in a cache by the config; without a cache they compute the
+        # same.
+        given: dict[str, Any] = {"use_cache": False}
+        if not (self.layout.states or self.layout.indexers):
+            given = {"use_cache": True, self._cache_argument: DynamicCache()}
+        if positions is not None and self._takes_positions:
             given["position_ids"] = positions[None]
         with self._lock:
-            return self.model(input_ids=token_ids[None], use_cache=True, **given).logits[0]
+            return self.model(input_ids=token_ids[None], **given).logits[0]
 
     def forward(
         self,
@@ -146,6 +185,11 @@ class HFModel:
         self.linears.real_rows = cache.real_rows if row_padding.multiple > 1 else None
         with one_thread() if row_padding.multiple > 1 and token_ids.device.type == "cpu" else nullcontext():
             logits = self.call(token_ids[None], positions[None], cache, wanted)[0]
+        if cache.num_advanced != len(self.layout.states):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} called {cache.num_advanced} recurrent functions in a forward, and "
+                f"{len(self.layout.states)} in another; every forward must make the same calls."
+            )
         if cache.num_attended != self.layout.num_layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} attended {cache.num_attended} times in a forward, and "
@@ -158,7 +202,7 @@ class HFModel:
 
     def make_cache(self, pool: PagePool, batch: RaggedBatch, num_logit_rows: int | None = None) -> PagedCache:
         """Return the model's KV cache for one forward."""
-        return PagedCache(pool, batch, self._ops, self.rules, num_logit_rows)
+        return self.cache_class(pool, batch, self._ops, self.rules, num_logit_rows)
 
     def call(
         self, token_ids: Tensor, positions: Tensor, cache: PagedCache | KVProbe, logit_rows: Tensor | None
@@ -167,9 +211,13 @@ class HFModel:
         given: dict[str, Any] = {self._cache_argument: cache}
         if logit_rows is not None and self._has_logits_to_keep:
             given["logits_to_keep"] = logit_rows
+        if self._takes_positions:
+            given["position_ids"] = positions
+        if self._masks is not None:
+            given["attention_mask"] = self._masks
         token = active_cache.set(cache)
         try:
-            output = self.model(input_ids=token_ids, position_ids=positions, use_cache=True, **given)
+            output = self.model(input_ids=token_ids, use_cache=True, **given)
             return stored(output.logits)
         finally:
             active_cache.reset(token)

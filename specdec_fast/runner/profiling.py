@@ -30,7 +30,8 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     num_owners = min(most_sequences, max(row_counts))
     longest = -(-max(row_counts) // num_owners)
     context = max(longest, min(_CONTEXT, model.max_positions or _CONTEXT))
-    pool = PagePool(model.layout, num_owners * (context + model.page_size), model.page_size, model.row_padding)
+    num_tokens = num_owners * (context + model.page_size)
+    pool = PagePool(model.layout, num_tokens, model.page_size, model.row_padding, num_owners)
     for owner in range(num_owners):
         pool.add(owner)
     least: dict[int, float] = {}
@@ -57,11 +58,19 @@ def proposal_seconds(measure: Callable[[int], float]) -> tuple[float, float]:
     return short, max(0.0, long - short) / (PROPOSAL_LENGTHS[1] - PROPOSAL_LENGTHS[0])
 
 
+def most_proposed(most_draft_tokens: int) -> int:
+    """Return the most tokens that a draft model proposes for a sequence: K, or more if longer proposals are timed."""
+    return max(most_draft_tokens, *PROPOSAL_LENGTHS)
+
+
 def _forward(model: RaggedModel, pool: PagePool, num_rows: int, num_owners: int, context: int) -> float:
     """Compute ``num_rows`` last positions of ``context``, spread over the owners; return the seconds."""
     num_owners = min(num_owners, num_rows)
     shares = [num_rows // num_owners + (owner < num_rows % num_owners) for owner in range(num_owners)]
     rows = [Rows(owner, context - count, count) for owner, count in enumerate(shares)]
+    if pool.states is not None:
+        for row in rows:
+            pool.states.assume(pool.place(row.owner), row.start)
     token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.layout.device)
     batch = lay_out(pool, rows, token_ids)
     started = perf_counter()

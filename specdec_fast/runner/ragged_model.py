@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
 from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
+from specdec_fast.kv_cache.layer_layout import MOST_DRAFT_TOKENS
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, check_repeats
 from specdec_fast.models import model_checks
@@ -49,7 +51,8 @@ class RaggedModel:
     Attributes:
         model: the Hugging Face model, as given.
         hf: runs its forwards by PyTorch.
-        layout: shapes and dtype of the KV entries of one position.
+        layout: shapes and dtype of the KV entries of one position, and of the recurrent states of a sequence. These
+            have room for ``most_draft_tokens`` of a verification, or of a proposal.
         vocab_size: width of its logits.
         max_positions: number of positions that it can serve; None if its config has no limit.
         eos_token_ids: ids that end a text, from its generation config.
@@ -63,7 +66,14 @@ class RaggedModel:
 
     """
 
-    def __init__(self, model: PreTrainedModel, ops: Ops, page_size: int = 16, enforce_eager: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ops: Ops,
+        page_size: int = 16,
+        enforce_eager: bool = False,
+        most_draft_tokens: int = MOST_DRAFT_TOKENS,
+    ) -> None:
         model_checks.check_decoder(model)
         self.model = model
         self.ops = ops
@@ -92,7 +102,7 @@ class RaggedModel:
         self.max_positions = model_checks.max_positions(config)
         probe = probe_of(config.vocab_size, model.device)
         with named_failures(model):
-            self.hf = HFModel(model, ops, probe)
+            self.hf = HFModel(model, ops, probe, most_draft_tokens)
             self._probe_logits = partial(self.hf.dense_logits, probe)
             logits = self._probe_logits()
             model_checks.expect_numbers(model, logits)
@@ -138,6 +148,10 @@ class RaggedModel:
     def row_padding(self, row_padding: RowPadding) -> None:
         self._row_padding = row_padding
         self._runner = self._chosen_runner()
+
+    def keep_no_draft_rows(self) -> None:
+        """From now on let state slots have no room for draft tokens: it will decode plainly."""
+        self.layout = self.hf.layout = replace(self.layout, most_draft_tokens=0)
 
     def use_programs(self, program: ForwardProgram | None, device_program: DeviceProgram | None) -> None:
         """From now on let one of two programs run the forwards; PyTorch if both are None."""
@@ -224,6 +238,10 @@ class RaggedModel:
         """Return why a row of a tree could have other bits than in the chain of its path; None if it cannot."""
         if not self.ops.has_trees("paged_attention"):
             return f"attention by {self.ops.chosen.get('paged_attention')!r} computes them with other bits than chains"
+        if self.layout.states:
+            return "its recurrent layers keep one state of a sequence, and the branches of a tree need several"
+        if self.layout.indexers:
+            return "its indexers select positions for rows of chains only"
         return "it computes rows one by one" if self.row_padding.one_by_one else None
 
     def expect_trees(self) -> None:
@@ -280,7 +298,8 @@ class RaggedModel:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
             choices = choices_of(self.ops, self.vocab_size)
-            self.use_these_graphs(Graphs(self.model, self._compute, self._capture, limits, choices))
+            why_not = "its indexers wait for the device" if self.layout.indexers else None
+            self.use_these_graphs(Graphs(self.model, self._compute, self._capture, limits, choices, why_not))
 
     def use_these_graphs(self, graphs: Graphs | None) -> None:
         """From now on replay these graphs; None: none."""
@@ -298,7 +317,7 @@ class RaggedModel:
             UnsupportedModelError: the model has no such hidden states, or does not reproduce its own dense ones.
 
         """
-        ids = checked_taps(taps, self.layout.num_layers)
+        ids = checked_taps(taps, self.hf.num_layers)
         if not ids and self.hf.taps is None:
             return
         with named_failures(self.model):
@@ -341,7 +360,7 @@ class RaggedModel:
         tapped = None if hf.taps is None else hf.taps.collected
         forward = (self.model, hf.call, self.layout, self.ops, hf.rules, tapped, self.max_positions)
         with hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
-            plan = compile_forward(*forward)
+            plan = compile_forward(*forward, cache_class=hf.cache_class)
         self.use_programs(*self._executor(plan))
         self._watch = Watch(self.model, plan.baked)
 

@@ -62,9 +62,10 @@ def check_reproduces(
             distances = _distances(ragged, dense, dim=(0, -1))
         distance = float(distances.max())
         if not distance <= bound:
+            why = why_not_reproduced(hf.dense_logits, token_ids, bound, bool(hf.layout.states))
             raise UnsupportedModelError(
                 f"{name} does not reproduce its own {results} on a paged KV cache (relative "
-                f"distance {distance:.1e}, bound {bound:.1e}): {why_not_reproduced(hf.dense_logits, token_ids, bound)}."
+                f"distance {distance:.1e}, bound {bound:.1e}): {why}."
             )
         if reference is not None and reference_pool is not None:
             rounded = reference(lay_out(reference_pool, rows, token_ids[positions]), reference_pool).float()

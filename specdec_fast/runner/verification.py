@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -27,13 +28,13 @@ class StepPlan:
     parents: Tensor | None  # see Draft.parents, on the host; None: chains
     hidden_states: Tensor | None  # memory for the taps of every row, [T, taps, H]; None: they are not wanted
 
-    @property
+    @cached_property
     def rows(self) -> list[Rows]:
         """The span of each sequence."""
-        counts = self.counts
-        return [Rows(s, s.target_kv_length, count) for s, count in zip(self.sequences, counts, strict=True)]
+        drafts = zip(self.sequences, self.num_draft_tokens, strict=True)
+        return [Rows(s, s.target_kv_length, count + 1, count) for s, count in drafts]
 
-    @property
+    @cached_property
     def counts(self) -> list[int]:
         """The number of rows of each sequence."""
         return [count + 1 for count in self.num_draft_tokens]

@@ -7,13 +7,16 @@ import json
 import re
 
 import pytest
+import torch
 
 import specdec_fast as sd
 from specdec_fast.cli import main
 from specdec_fast.commands import plan as plan_module
 from specdec_fast.commands.plan import parse_bytes
+from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.speculation_length.step_costs import StepCosts
 from support.commands import DRAFT, EAGLE3, TARGET
+from support.recurrent_models import recurrent_config, recurrent_model
 
 SHORT = {"prompt-tokens": 40, "new-tokens": 12}
 HUGE = "1" * 400
@@ -78,6 +81,35 @@ def test_without_measuring_nothing_is_loaded(capsys, monkeypatch):
     plain = planned(capsys, *COMPUTED, draft="none")
     assert plain["best"]["config"]["num_draft_tokens"] == 0
     assert planned(capsys, *COMPUTED, draft="ngram", batch_sizes=1)["best"]["config"]["num_draft_tokens"] == 8
+
+
+@pytest.mark.parametrize(("acceptance", "k"), [("1", 8), ("0", 0)])
+def test_recurrent_states_are_those_of_each_setting(capsys, tmp_path, acceptance, k):
+    """Known from the config alone: the folder has no weights."""
+    recurrent_config("qwen3-next").save_pretrained(tmp_path)
+    given = {"target": tmp_path, "draft": "ngram", "dtype": "float32", "acceptance": acceptance, "batch_sizes": 2}
+    terms = planned(capsys, *COMPUTED, **given)["best"]["terms"]
+    assert terms["target states"] == (4 + 1) * checkpoint_sizes(tmp_path, torch.float32).bytes_per_sequence(k)
+    assert plan(*COMPUTED, **given) == 0
+    assert re.search(rf"^target states +{terms['target states']}$", capsys.readouterr().out, re.M)
+    assert "states" not in str(planned(capsys, *COMPUTED)["best"]["terms"])
+
+
+@pytest.mark.grid
+def test_a_planned_engine_of_hybrid_models_has_the_planned_terms(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("gc.collect", lambda: 0)  # takes most of the time
+    costs = StepCosts({1: 1.0, 64: 1.1}, {0: 0.0, 1: 0.01, 64: 0.01})
+    monkeypatch.setattr(plan_module.StepCosts, "measured", lambda *_: costs)
+    acceptance = tmp_path / "report.json"
+    acceptance.write_text(json.dumps({"acceptance": [1] + [0] * 7}))
+    given = {"target": tmp_path / "target", "draft": tmp_path / "draft"}
+    recurrent_model("qwen3.5").save_pretrained(given["target"])
+    recurrent_model("mamba2").save_pretrained(given["draft"])
+    (batch,) = planned(capsys, "--enforce-eager", **given, batch_sizes=2, acceptance=acceptance)["batches"]
+    assert batch["num_draft_tokens"] == 1  # while the models were loaded with room for 8
+    engine = sd.Engine(*given.values(), **batch["config"], enforce_eager=True)
+    assert engine.memory_plan.terms == batch["terms"]
+    assert engine.memory_plan.terms["target states"]
 
 
 def test_a_drafter_that_is_a_checkpoint_has_its_options(capsys):

@@ -219,7 +219,7 @@ def test_seconds_that_are_none_are_refused(target, seconds):
     ("name", "value"),
     [("weights", None), ("weights", [1]), ("weights", [torch.eye(2).to_sparse()]), ("step_bytes", None),
      ("step_bytes", -1), ("step_bytes", 1.5), ("step_bytes", 10**400), ("bytes_per_token", "x"),
-     ("bytes_per_token", -1)],
+     ("bytes_per_token", -1), ("bytes_per_sequence", None), ("bytes_per_sequence", -1)],
     ids=lambda value: str(value)[:12],
 )  # fmt: skip
 def test_memory_that_cannot_be_counted_is_refused(target, name, value):

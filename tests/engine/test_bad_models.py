@@ -59,6 +59,12 @@ def test_weights_that_are_missing_are_not_made_up(folder):
         sd.Engine(folder, None)
 
 
+def test_weights_of_other_shapes_are_named(folder):
+    edit(folder / "config.json", intermediate_size=24)
+    with pytest.raises(sd.ConfigError, match=r"model.layers.0.mlp.\w+.weight is \[.*\], expected \[.*24.* in all"):
+        sd.Engine(folder, None)
+
+
 def edit(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 

@@ -59,12 +59,12 @@ class TestScheduling:
                 return original(batch, *rest)
 
             def verify(spans, *rest, model=model, original=model.program and model.program.verify):
-                computed[model] += [start + i for _, start, count in spans.spans for i in range(count)]
+                computed[model] += [start + i for _, start, count, *_ in spans.spans for i in range(count)]
                 return original(spans, *rest)
 
             def draft_tokens(spans, ids, counts, *rest, model=model, original=model.program and model.program.draft):
                 both = zip(spans.spans, counts, strict=True)
-                computed[model] += [start + i for (_, start, count), k in both for i in range(count + k - 1)]
+                computed[model] += [start + i for (_, start, count, *_), k in both for i in range(count + k - 1)]
                 return original(spans, ids, counts, *rest)
 
             monkeypatch.setattr(model, "forward", forward)

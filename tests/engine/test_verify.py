@@ -111,7 +111,7 @@ def test_spans_that_do_not_fit_are_refused():
     pool.add("a")
     spans = pool.spans([Rows("a", 0, 3)])
     none = torch.empty(0, dtype=torch.int64)
-    program, (place, _, _) = model.program, spans.spans[0]
+    program, (place, *_) = model.program, spans.spans[0]
     with pytest.raises(ValueError, match="1 spans of 3 rows has 1 last tokens and 0 draft tokens"):
         program.verify(spans, [5], none, None)
     with pytest.raises(ValueError, match="1 spans of 3 rows has 2 last tokens and 1 draft tokens"):
@@ -126,11 +126,11 @@ def test_spans_that_do_not_fit_are_refused():
             program.verify(trees, [5], none.new_zeros(2), None)
     for span in [(place, -1, 1), (place, 1000, 1), (place + 100, 0, 1), (-1, 0, 1)]:
         with pytest.raises(IndexError, match="lie outside tables of"):
-            program.verify(spans._replace(spans=[span]), [5], none, None)
+            program.verify(spans._replace(spans=[(*span, 0, 0)]), [5], none, None)
     with pytest.raises(IndexError, match="lie outside tables of"):  # what follows the span
         program.draft(spans, [5, 5, 5], [1000], TokenChoice(VOCAB_SIZE, None))
     with pytest.raises(IndexError, match="lies outside a table"):
-        program.verify(spans._replace(spans=[(place, 0, 1)]), [VOCAB_SIZE], none, None)
+        program.verify(spans._replace(spans=[(place, 0, 1, 0, 0)]), [VOCAB_SIZE], none, None)
 
 
 # The next step overlaps with the caller's handling of the outputs

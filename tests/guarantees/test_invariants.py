@@ -72,7 +72,7 @@ def assert_invariants_hold(pair, schedule):
     assert engine.engine.core.pool.num_free_pages == engine.engine.core.pool.num_pages
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(schedule=schedules)
 def test_invariants_hold_over_random_schedules(pair, schedule):
     assert_invariants_hold(pair, schedule)
@@ -152,7 +152,7 @@ def earlier_span(original, pool, rows, ahead=None):
     spans = original(pool, rows, ahead)
     if ahead is not None:  # of a draft model
         return spans
-    return spans._replace(spans=[(place, max(0, start - 1), count) for place, start, count in spans.spans])
+    return spans._replace(spans=[(place, max(0, start - 1), *others) for place, start, *others in spans.spans])
 
 
 def neighbours_place(original, pool, rows, ahead=None):
@@ -160,7 +160,7 @@ def neighbours_place(original, pool, rows, ahead=None):
     spans = original(pool, rows, ahead)
     if ahead is not None:  # of a draft model
         return spans
-    places = [place for place, _, _ in spans.spans]
+    places = [place for place, *_ in spans.spans]
     moved = [*places[1:], places[0]]
     return spans._replace(spans=[(place, *span[1:]) for place, span in zip(moved, spans.spans, strict=True)])
 

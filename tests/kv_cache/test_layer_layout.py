@@ -235,7 +235,7 @@ def attended(*layers):
 )  # fmt: skip
 def test_layers_that_pages_cannot_store_are_refused(layers, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        attended(*layers).layout("Model")
+        attended(*layers).layout("Model", torch.float32, CPU)
 
 
 def test_a_layer_that_attends_twice_is_refused():
@@ -243,11 +243,11 @@ def test_a_layer_that_attends_twice_is_refused():
     states = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)
     probe.attend(*states, 0, AttentionParams(1.0))
     with pytest.raises(UnsupportedModelError, match="layer 0 of Model attends 2 times in a forward"):
-        probe.layout("Model")
+        probe.layout("Model", torch.float32, CPU)
 
 
 def test_a_layer_that_only_caches_is_refused():
     probe = attended((4, (1, 2, 8, 16), (1, 2, 8, 16), torch.float32))
     probe.update(torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 8, 2), 1)
     with pytest.raises(UnsupportedModelError, match="1 of 2 layers of Model attend through"):
-        probe.layout("Model")
+        probe.layout("Model", torch.float32, CPU)

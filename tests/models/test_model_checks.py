@@ -115,7 +115,7 @@ def test_asking_is_allowed_and_using_is_not(question):
         sd.Engine(asking(question, is_used=True), None)
 
 
-@pytest.mark.parametrize("name", ["layers", "has_previous_state", "is_croppable", "batch_size", "crop"])
+@pytest.mark.parametrize("name", ["layers", "is_croppable", "batch_size", "crop"])
 def test_what_pages_cannot_answer_is_refused_by_name(name):
     assert hasattr(Cache, name) or name == "layers"
     model = tiny_model("llama")

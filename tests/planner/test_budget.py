@@ -21,19 +21,24 @@ from specdec_fast.planner.budget import (
 )
 
 
-def part(role, weights, per_token, per_row, per_prefill_row):
+def part(role, weights, per_token, per_row, per_prefill_row, per_sequence=0):
     def terms(setting):
         return {f"{role} steps": setting.num_rows * per_row + (setting.max_prefill_tokens or 64) * per_prefill_row}
 
-    return Part(weights, per_token, terms)
+    def bytes_per_sequence(most_draft_tokens):
+        return per_sequence * (1 + most_draft_tokens)
+
+    return Part(weights, per_token, terms, bytes_per_sequence if per_sequence else None)
 
 
-parts = st.tuples(st.integers(0, 5000), st.integers(1, 50), st.integers(0, 30), st.integers(0, 10))
+parts = st.tuples(
+    st.integers(0, 5000), st.integers(0, 50), st.integers(0, 30), st.integers(0, 10), st.just(0) | st.integers(1, 300)
+)
 memories = st.builds(
-    lambda target, drafter, page_size: EngineMemory(
-        part("target", *target), drafter and part("drafter", *drafter), page_size
+    lambda target, drafter, page_size, states_for: EngineMemory(
+        part("target", *target), drafter and part("drafter", *drafter), page_size, states_for=states_for
     ),
-    parts, st.none() | parts, st.integers(1, 16),
+    parts, st.none() | parts, st.integers(1, 16), st.none() | st.integers(0, 5),
 )  # fmt: skip
 asks = st.builds(
     lambda batch_size, most, each: Ask(
@@ -62,6 +67,9 @@ def test_the_best_setting_that_fits_and_no_worse_with_more(memory, ask, budget, 
 def test_positions_fill_the_budget(memory, ask, budget):
     setting = ask.settings(1)[0]
     positions = memory.positions_within(budget, setting)
+    if not memory.bytes_per_page(setting):  # no layer attends
+        assert positions == (setting.num_positions if memory.total(setting) <= budget else 0)
+        return
     if positions:
         assert memory.total(setting._replace(num_positions=positions)) <= budget
     assert memory.total(setting._replace(num_positions=positions + 1)) > budget
@@ -77,11 +85,25 @@ def test_the_error_names_the_shortfall_and_the_longest_prompt(memory, prompt, ne
         return
     message = str(budget_error(memory, budget, least(prompt), new_tokens))
     assert f"lacks {needed - budget} bytes" in message
+    assert ("no sequence fits, however short" in message) == (memory.bytes_per_page(least(1)) == 0)
     longest = re.search(r"the longest prompt that fits has (\d+) tokens", message)
     if longest:
         assert memory.total(least(int(longest[1]))) <= budget < memory.total(least(int(longest[1]) + 1))
     else:
         assert memory.total(least(1)) > budget
+
+
+def test_states_are_terms_of_the_models_that_have_them():
+    setting = EngineSetting(batch_size=2, num_draft_tokens=3, num_resident=4, num_positions=8)
+    target = part("target", 1, 2, 0, 0)
+    recurrent = part("drafter", 1, 2, 0, 0, per_sequence=7)
+    assert "target states" not in EngineMemory(target, recurrent, 4).terms(setting)
+    assert EngineMemory(target, recurrent, 4).terms(setting)["drafter states"] == (4 + 1) * 7 * (1 + 3)
+    assert EngineMemory(recurrent, target, 4).terms(setting)["target states"] == (4 + 1) * 7 * (1 + 3)
+    made = EngineMemory(recurrent, None, 4, states_for=5)
+    assert made.terms(setting)["target states"] == (4 + 1) * 7 * (1 + 5)
+    plain = EngineMemory(target, recurrent, 4).terms(setting._replace(num_draft_tokens=0))
+    assert not [name for name in plain if "states" in name]
 
 
 def test_the_newest_token_needs_no_entry():

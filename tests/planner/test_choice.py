@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.kv_cache.state_pool import StateShape
 from specdec_fast.planner.budget import EngineMemory, Part
 from specdec_fast.planner.checkpoint import CheckpointSizes
 from specdec_fast.planner.choice import Traffic, choose, expected_tokens, read_acceptance
@@ -95,6 +96,10 @@ def test_computed_times_are_the_larger_term():
     assert times().seconds(1, 3) == pytest.approx(
         one + 3 * (DRAFT.weights + 128 * DRAFT.bytes_per_token) / GPU.bandwidth
     )
+    state = StateShape("conv_rows_", (4, 2**20), 0)
+    recurrent = TARGET._replace(states=(state, state))
+    of_states = ComputedTimes(recurrent, None, GPU, 128).seconds(3, 0) - times(None).seconds(3, 0)
+    assert of_states == pytest.approx(3 * 2 * 2**24 / GPU.bandwidth)
     balance = rows_at_balance(TARGET.weights, 2 * TARGET.row_parameters, GPU.bandwidth, GPU.peak)
     assert times().balance() == balance == pytest.approx(150)
     assert times().limit(int(balance)) == "reading weights"

@@ -38,7 +38,7 @@ def test_what_cannot_be_written_down_runs_in_pytorch():
 
 
 def test_a_recording_that_fails_leaves_the_model_to_pytorch(monkeypatch):
-    def failing(*args):
+    def failing(*args, **kwargs):
         raise TypeError("an operation with arguments that nobody has seen")
 
     monkeypatch.setattr("specdec_fast.runner.ragged_model.compile_forward", failing)

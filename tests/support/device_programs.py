@@ -28,6 +28,7 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Variant
 from support.experts import CONFIGS as EXPERTS
 from support.experts import mixture_of, tiny_mixture
+from support.hybrid_programs import tiny_hybrid
 from support.models import CONFIGS, tiny_model
 from support.programs import CPU, NO_LAYERS
 
@@ -131,6 +132,7 @@ MAKERS = {
     "wide": (wide_model, torch.bfloat16),
     "mixture": (tiny_mixture, torch.float32),  # in bf16, rounding alone makes some routers choose other experts
     "experts": (many_experts, torch.bfloat16),
+    "hybrid": (tiny_hybrid, torch.bfloat16),
 }
 
 

@@ -140,7 +140,7 @@ class CheckedEngine:
     def verify(self, spans, last_tokens, draft_tokens, sampling, *taps):
         """I1 for spans that a program lays out: they begin at the last committed token of their owner."""
         owners = {place: owner for owner, place in self.engine.core.pool._places.items()}
-        for (place, start, count), token in zip(spans.spans, last_tokens, strict=True):
+        for (place, start, count, *_), token in zip(spans.spans, last_tokens, strict=True):
             owner = owners[place]
             assert token == owner.token_ids[-1], "I6: rows stand on the pages of another sequence"
             assert start == owner.length - 1, "I1: positions"

@@ -58,7 +58,7 @@ class Waits(TorchFunctionMode):
         leaves_host = not isinstance((kwargs or {}).get("device"), (str, NoneType))
         if name == "numpy" and args[0].dtype == torch.uint8:  # the host's side of a transfer, see PackedArrays
             return function(*args, **(kwargs or {}))
-        if name in _READS or (name in ("tensor", "as_tensor") and leaves_host):
+        if name in _READS or name == "new_tensor" or (name in ("tensor", "as_tensor") and leaves_host):
             self.found.append(name)
         if name in ("__getitem__", "__setitem__") and _holds_list(args[1]):
             self.found.append(f"{name} by a list")
@@ -97,3 +97,29 @@ def waits(monkeypatch: Any) -> Iterator[list[str]]:
     with monkeypatch.context() as patch, functions, _WaitingOps(functions.found):
         patch.setattr(verification, "to_host", noted)
         yield functions.found
+
+
+def waits_in_steps(engine: Any, monkeypatch: Any, prompts: Any, params: Any) -> list[tuple[list[str], list[str]]]:
+    """Return what would wait for a GPU, in every step of a run: in its launch, and in its end."""
+    launch = engine.core._launch
+    finish = engine.core._finish
+    found_in: list[tuple[list[str], list[str]]] = []
+
+    def watched_launch(*args: Any) -> Any:
+        with waits(monkeypatch) as found:
+            step = launch(*args)
+        found_in.append((found, []))
+        return step
+
+    def watched_finish(step: Any) -> Any:
+        with waits(monkeypatch) as found:
+            emitted = finish(step)
+        found_in[-1][1].extend(found)
+        return emitted
+
+    monkeypatch.setattr(engine.core, "_launch", watched_launch)
+    monkeypatch.setattr(engine.core, "_finish", watched_finish)
+    for output in engine.generate(prompts, params, progress=False):
+        output.raise_for_error()
+    assert len(found_in) > 5
+    return found_in

@@ -97,7 +97,7 @@ class DFlashDrafter(TappedDrafter):
         config = self.model.config
         num_before = 0 if config.sample_from_anchor else 1  # rows of a block before the first that drafts
         rows = [Rows(s, s.length - 1, count + num_before) for s, count in zip(members, counts, strict=True)]
-        blocks = [[s.token_ids[-1]] + [config.mask_token_id] * (count - 1) for s, _, count in rows]  # type: ignore[attr-defined]
+        blocks = [[s.token_ids[-1]] + [config.mask_token_id] * (count - 1) for s, _, count, _ in rows]  # type: ignore[attr-defined]
         tokens = to_device([token for block in blocks for token in block], self._device)
         hidden = self.model.forward(lay_out(self._pool(), rows, tokens), self._pool())
         if num_before:

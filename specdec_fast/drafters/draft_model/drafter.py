@@ -14,7 +14,7 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, weights_of
 from specdec_fast.runner.prefill import prefill
-from specdec_fast.runner.profiling import PROPOSAL_LENGTHS, forward_seconds, proposal_seconds
+from specdec_fast.runner.profiling import PROPOSAL_LENGTHS, forward_seconds, most_proposed, proposal_seconds
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams
 
@@ -29,9 +29,16 @@ class ModelDrafter(PooledDrafter):
     only lowers ``draft_kv_length`` (I4), so the draft model computes a prompt once.
     """
 
-    def __init__(self, model: RaggedModel, target_vocab_size: int, max_prefill_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: RaggedModel,
+        target_vocab_size: int,
+        max_prefill_tokens: int | None = None,
+        max_batch_size: int = 1,
+    ) -> None:
         super().__init__(model.layout, model.row_padding)
         self.model = model
+        self._max_batch_size = max_batch_size  # with which its forwards are timed
         self._max_prefill_tokens = max_prefill_tokens  # per step; a sequence that lacks more gets its draft later
         # Checkpoints of one family pad the same vocabulary to different widths; ids beyond the smaller are padding.
         self._vocab_size = min(model.vocab_size, target_vocab_size)
@@ -46,7 +53,9 @@ class ModelDrafter(PooledDrafter):
         return {"forward_program": self.model.has_program, **described(self.model.graphs)}
 
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
-        seconds_by_count = forward_seconds(self.model, row_counts)
+        # A sequence has one recurrent state, so its rows are computed one after the other.
+        most_sequences = self._max_batch_size if self.model.layout.states else max(row_counts)
+        seconds_by_count = forward_seconds(self.model, row_counts, most_sequences)
         of_one, per_token = proposal_seconds(self._proposal_seconds)
         # A measured forward includes a call from Python; the forwards of one proposal share a call.
         call = max(0.0, seconds_by_count[1] - per_token)
@@ -59,6 +68,9 @@ class ModelDrafter(PooledDrafter):
     @property
     def estimates_memory(self) -> bool:
         return self.model.program is None
+
+    def bytes_per_sequence(self, most_draft_tokens: int) -> int:
+        return self.model.layout.bytes_per_slot(most_proposed(most_draft_tokens))
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         largest = self.model.row_padding.largest

@@ -139,11 +139,11 @@ class _Inputs(nn.Module):
 
 
 def _expect_full_attention(target: RaggedModel) -> None:
-    """Raise ``NotYetSupportedError`` if a layer of the target has a window or chunks: those of MTP's are not known."""
-    limited = target.hf.rules.sliding | set(target.hf.rules.chunks)
+    """Raise ``NotYetSupportedError`` if a layer sees some positions only: those of MTP's are not known."""
+    limited = target.hf.rules.sliding | set(target.hf.rules.chunks) | target.hf.rules.indexed
     if limited:
         raise NotYetSupportedError(
-            f"{target.name} has sliding windows or chunks in {len(limited)} of its "
+            f"{target.name} has sliding windows, chunks or indexers in {len(limited)} of its "
             f"{target.hf.config.num_hidden_layers} layers; MTP layers are served for targets without them. Use another "
             "drafter."
         )

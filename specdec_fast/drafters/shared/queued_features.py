@@ -110,14 +110,14 @@ def _spans(rows: Many[int]) -> Iterator[tuple[int, int]]:
 
 def tokens_after(rows: list[Rows]) -> list[int]:
     """Return the token that each row takes: that of the position behind the row."""
-    return [token for s, start, count in rows for token in s.token_ids[start + 1 : start + count + 1]]  # type: ignore[attr-defined]
+    return [token for s, start, count, _ in rows for token in s.token_ids[start + 1 : start + count + 1]]  # type: ignore[attr-defined]
 
 
 def portions(rows: list[Rows], most: int) -> list[list[Rows]]:
     """Split spans into forwards of at most ``most`` rows."""
     portions: list[list[Rows]] = []
     left = 0
-    for owner, start, count in rows:
+    for owner, start, count, _ in rows:
         done = 0
         while done < count:
             if left == 0:

@@ -157,8 +157,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
         """
         conditions = self._taken(rows)
         k = self._num_slots
-        bases = [start + i for _, start, count in rows for i in range(count)]
-        blocks = [Rows(owner, k * start, k * count) for owner, start, count in rows]
+        bases = [start + i for _, start, count, _ in rows for i in range(count)]
+        blocks = [Rows(owner, k * start, k * count) for owner, start, count, _ in rows]
         return conditions, *self.rows(self._pool(), blocks, conditions, bases, tokens_after(rows), wanted)
 
     def _slots_of(self, blocks: list[int]) -> Tensor:

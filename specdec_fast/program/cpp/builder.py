@@ -14,6 +14,8 @@ from specdec_fast.program.plan.ir import (
     ROW_CODES,
     Append,
     Attend,
+    AttendLinearly,
+    Convolve,
     Gather,
     GroupedLinear,
     Heads,
@@ -21,6 +23,7 @@ from specdec_fast.program.plan.ir import (
     Operand,
     Plan,
     RowOp,
+    Scan,
 )
 
 
@@ -97,12 +100,52 @@ def _(step: Attend, program: _C.Program, plan: Plan) -> None:
 
 
 @_add.register
+def _(step: Convolve, program: _C.Program, plan: Plan) -> None:
+    bias = 0 if step.bias is None else step.bias.data_ptr()
+    program.add_convolve(
+        (step.state, DTYPE_CODES[step.dtype], step.source, step.out),
+        step.offset * step.dtype.itemsize,
+        (step.weight.data_ptr(), bias),
+        (*step.weight.shape, step.activation == "silu"),
+    )
+
+
+@_add.register
+def _(step: AttendLinearly, program: _C.Program, plan: Plan) -> None:
+    heads = [(each, step.dtype) for each in (step.query, step.key, step.value)]
+    heads += [(each, torch.float32) for each in (step.log_decay, step.beta or step.log_decay)]
+    program.add_attend_linearly(
+        (step.state, DTYPE_CODES[step.dtype], step.out),
+        [_rows(*each) for each in heads],
+        (step.decays_per_channel, step.beta is not None, step.delta_rule),
+        step.shape,
+        (step.scale, -1.0 if step.l2norm_eps is None else step.l2norm_eps),
+        0 if step.skip is None else step.skip.data_ptr(),
+    )
+
+
+@_add.register
+def _(step: Scan, program: _C.Program, plan: Plan) -> None:
+    heads = ((step.x, step.dtype), (step.dt, torch.float32), (step.B, step.dtype), (step.C, step.dtype))
+    program.add_scan(
+        (step.state, DTYPE_CODES[step.dtype], step.out),
+        [_rows(*each) for each in heads],
+        (step.A.data_ptr(), 0 if step.skip is None else step.skip.data_ptr()),
+        (*step.A.stride(), *step.A.shape, step.num_groups),
+    )
+
+
+@_add.register
 def _(step: Gather, program: _C.Program, plan: Plan) -> None:
     program.add_gather(step.source, step.out)
 
 
 def _heads(heads: Heads, plan: Plan) -> tuple[int, int, int]:
-    return heads.buffer, heads.offset * plan.dtype.itemsize, heads.stride
+    return _rows(heads, plan.dtype)
+
+
+def _rows(heads: Heads, dtype: torch.dtype) -> tuple[int, int, int]:
+    return heads.buffer, heads.offset * dtype.itemsize, heads.stride
 
 
 def _operand(operand: Operand) -> tuple[int, int, int, int, float, int, tuple[int, ...], int]:

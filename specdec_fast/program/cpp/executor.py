@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import RaggedBatch
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.batch.sampling_batch import Sampling, addresses_of
 from specdec_fast.kv_cache.page_pool import KVPages, Spans
 from specdec_fast.ops.cpp import DTYPE_CODES
@@ -239,7 +240,7 @@ class Program(ForwardProgram):
 
 def _forward(
     token_ids: Tensor, batch: RaggedBatch, pages: KVPages, logit_rows: Tensor, memory: tuple[int, int, int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[tuple[int, ...], ...]:
     tree_mask = batch.tree_mask
     table = batch.block_table
     addresses = (
@@ -256,11 +257,27 @@ def _forward(
     )
     tree_words = 0 if tree_mask is None else tree_mask.shape[1]
     counts = (token_ids.shape[0], logit_rows.shape[0], *table.shape, tree_words)
-    return addresses, (*counts, pages.num_pages, pages.page_size, torch.get_num_threads())
+    sizes = (*counts, pages.num_pages, pages.page_size, torch.get_num_threads())
+    return addresses, sizes, _states(pages), _recurrent(batch.recurrent)
 
 
 def _pages(spans: Spans) -> tuple[int, ...]:
     """Return addresses and sizes, in the order of csrc/bind_program.cpp, as ``_forward`` and ``_carried`` do."""
     tables = spans.tables
     pages = spans.pages
-    return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), pages.num_pages, pages.page_size
+    sizes = (pages.num_pages, pages.page_size)
+    return tables.data_ptr(), *tables.shape, pages.addresses.data_ptr(), *sizes, *_states(pages)
+
+
+def _states(pages: KVPages) -> tuple[int, ...]:
+    states = pages.states
+    if states is None:
+        return (0, 0, 0, 0)
+    return states.addresses.data_ptr(), len(states.addresses), states.num_slots, states.most_draft_tokens
+
+
+def _recurrent(batch: RecurrentBatch | None) -> tuple[int, ...]:
+    if batch is None:
+        return (0, 0, 0, 0, 0)
+    arrays = (batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_stored)
+    return tuple(array.data_ptr() for array in arrays)

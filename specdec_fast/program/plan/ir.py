@@ -204,7 +204,84 @@ class Gather(BufferUse):
         return [self.out]
 
 
-Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather
+@dataclass(frozen=True, eq=False)
+class Convolve(BufferUse):
+    """Convolve the channels of a row over a sequence's last inputs; see ``ops/conv_rows.py``."""
+
+    state: int  # number of the recurrent call in a forward, and so of its state
+    dtype: torch.dtype  # of rows, weight and result
+    source: int  # buffer of ``channels`` numbers per row
+    offset: int
+    weight: Tensor  # [channels, kernel], contiguous
+    bias: Tensor | None  # [channels], contiguous
+    activation: str | None
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        return [self.source]
+
+    @property
+    def writes(self) -> list[int]:
+        return [self.out]
+
+
+@dataclass(frozen=True, eq=False)
+class AttendLinearly(BufferUse):
+    """Advance and read a state by linear attention; see ``ops/linear_attention_rows.py``."""
+
+    state: int  # number of the recurrent call in a forward, and so of its state
+    dtype: torch.dtype  # of queries, keys, values and result
+    query: Heads
+    key: Heads
+    value: Heads
+    log_decay: Heads  # fp32
+    beta: Heads | None  # fp32
+    # key heads, value heads, key_dim, value_dim
+    shape: tuple[int, int, int, int]
+    decays_per_channel: bool  # whether there is a decay for every key channel; else one per head
+    scale: float
+    delta_rule: bool
+    l2norm_eps: float | None
+    skip: Tensor | None  # [value_heads] fp32
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        heads = (self.query, self.key, self.value, self.log_decay, self.beta)
+        return [each.buffer for each in heads if each is not None]
+
+    @property
+    def writes(self) -> list[int]:
+        return [self.out]
+
+
+@dataclass(frozen=True, eq=False)
+class Scan(BufferUse):
+    """Advance and read a state by a selective scan; see ``ops/selective_scan_rows.py``."""
+
+    state: int  # number of the recurrent call in a forward, and so of its state
+    dtype: torch.dtype  # of x, B, C and result
+    x: Heads  # of one head, as dt
+    dt: Heads  # fp32
+    B: Heads  # num_groups heads of state_dim numbers, as C
+    C: Heads
+    num_groups: int
+    A: Tensor  # [channels, state_dim] fp32
+    skip: Tensor | None  # [channels] fp32
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        return [each.buffer for each in (self.x, self.dt, self.B, self.C)]
+
+    @property
+    def writes(self) -> list[int]:
+        return [self.out]
+
+
+Recurrent = Convolve | AttendLinearly | Scan
+Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather | Recurrent
 
 # Places of buffers: shared memory, a thread's own, and what a forward returns, writes into or receives.
 ARENA, SCRATCH, LOGITS, TAPS, INPUTS = range(5)

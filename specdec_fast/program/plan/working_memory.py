@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from specdec_fast.program.plan.ir import LOGIT_ROWS, Attend, GroupedLinear, Instruction, Linear, Plan
+from specdec_fast.program.plan.ir import (
+    LOGIT_ROWS,
+    Attend,
+    AttendLinearly,
+    Convolve,
+    GroupedLinear,
+    Instruction,
+    Linear,
+    Plan,
+    Scan,
+)
 
 # Of one task of attention (csrc/kernels/attention_task.h): positions of a tile, the most pairs of a row and a head, and
 # the largest number of lanes to which a value's size is rounded up.
@@ -13,6 +23,9 @@ _TILE = 64
 _MOST_VECTORS = 256
 _LANES = 16
 _FEWEST_ROWS = 16  # of a task, whatever the number of heads
+# Channels of one task of a recurrent op, at most, and of a convolution (csrc/kernels/recurrent_channels.h).
+_BLOCK = 64
+_CONV_BLOCK = 16 * _BLOCK
 
 
 class ForwardMemory(Protocol):
@@ -65,6 +78,18 @@ def working_bytes(
             numbers = vectors * (shape.key_head_dim + columns + 3 + _TILE)
             numbers += (shape.key_head_dim + 1) * _TILE + (_TILE + 1) * columns
             return numbers * 4 * num_threads
+        if isinstance(step, Convolve | AttendLinearly | Scan):
+            return _numbers_of_channels(step) * 4 * num_threads
         return 0
 
     return max((of(step) for step in plan.instructions), default=0)
+
+
+def _numbers_of_channels(step: Convolve | AttendLinearly | Scan) -> int:
+    """Return the numbers of one task of a recurrent op, as ``scratch_of`` in csrc/kernels/recurrent_work.h does."""
+    if isinstance(step, Convolve):
+        return 2 * (step.weight.shape[1] + 1) * _CONV_BLOCK
+    if isinstance(step, AttendLinearly):
+        _, _, key_dim, _ = step.shape
+        return key_dim * (_BLOCK + 4)
+    return step.A.shape[1] * (2 * _BLOCK + 2)

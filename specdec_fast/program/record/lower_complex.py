@@ -67,12 +67,12 @@ def _product(tape: Tape, result: Tensor, left: Any, right: Any, *, otherwise: Ha
 LOWERED |= {name: partial(_product, otherwise=lower_math.LOWERED[name]) for name in ("mul.Tensor", "mul.Scalar")}
 
 
-def _shaped(tape: Tape, result: Tensor, source: Tensor, *args: Any, otherwise: Handler, **kwargs: Any) -> None:
+def _shaped(tape: Tape, result: Tensor, source: Tensor, *args: Any, otherwise: Handler, **kwargs: Any) -> Any:
     value = tape.value(source)
     if isinstance(value, Complex):
         tape.bind(result, Complex(tape.reshaped(value.parts, (*result.shape, 2))))
-    else:
-        otherwise(tape, result, source, *args, **kwargs)
+        return result
+    return otherwise(tape, result, source, *args, **kwargs)
 
 
 LOWERED |= {

@@ -84,12 +84,12 @@ def _select(tape: Tape, result: Tensor, source: Tensor, axis: int, index: int, *
         raise NotLowerableError("some choices of all rows are picked")
 
 
-def _shaped(tape: Tape, result: Tensor, source: Tensor, *args: Any, otherwise: Handler, **kwargs: Any) -> None:
+def _shaped(tape: Tape, result: Tensor, source: Tensor, *args: Any, otherwise: Handler, **kwargs: Any) -> Any:
     value = tape.value(source)
     if isinstance(value, OfLoop) and result.shape == source.shape:
         tape.bind(result, value)
-    else:
-        otherwise(tape, result, source, *args, **kwargs)
+        return result
+    return otherwise(tape, result, source, *args, **kwargs)
 
 
 @LOWERED.entry("where.default")

@@ -35,8 +35,17 @@ def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
         _binary(tape, result, left, right, code="mul")
     elif tape.value(right) is None and right.dim() == 2:
         tape.linear(tape.row_view(left), right.t(), None, result)
+    elif tape.value(left) is None and left.dim() == 2 and tape.row_view(right).axis == right.dim() - 1:
+        # a linear layer whose rows are columns: weight @ rows^T
+        transposed = result.transpose(-1, -2)
+        tape.linear(tape.row_view(right).permuted(_last_swapped(right.dim())), left, None, transposed)
+        tape.bind(result, tape.row_view(transposed).permuted(_last_swapped(result.dim())))
     else:
         product_of_matrices(tape, result, left, right)
+
+
+def _last_swapped(rank: int) -> list[int]:
+    return [*range(rank - 2), rank - 1, rank - 2]
 
 
 @LOWERED.entry("addmm.default")

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec_fast.program.record.in_place import writable
 from specdec_fast.program.record.lowering_table import Lowerings
 from specdec_fast.program.record.operands import WHOLE
-from specdec_fast.program.record.row_views import NotLowerableError, row_axis
+from specdec_fast.program.record.row_views import NotLowerableError, RowView, row_axis
 from specdec_fast.program.record.tape import Tape
 from specdec_fast.program.record.tape_values import Index
 
@@ -60,7 +60,7 @@ def _convert(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: A
     "view.default", "_unsafe_view.default", "reshape.default", "view_as.default", "reshape_as.default",
     "flatten.using_ints", "unflatten.int", "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
 )  # fmt: skip
-def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
+def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     value = tape.value(source)
     if isinstance(value, Index):
         rows = tape.index_axis(source)
@@ -68,8 +68,26 @@ def _view(tape: Tape, result: Tensor, source: Tensor, *args: Any, **kwargs: Any)
         after = prod(source.shape[rows + 1 :])
         row_axis(result.shape, before, after, source.shape[rows])
         tape.bind(result, value)
-    else:
-        tape.bind(result, tape.reshaped(tape.row_view(source), tuple(result.shape)))
+        return None
+    view = tape.row_view(source)
+    apart = _rows_apart(tape, view, result)
+    tape.bind(apart, tape.reshaped(view, tuple(apart.shape)))
+    return apart
+
+
+def _rows_apart(tape: Tape, view: RowView, result: Tensor) -> Tensor:
+    """Return ``result``; or, if its first axis joins the rows with an axis after them, the two axes apart.
+
+    Such as the heads of all rows, ``[T * heads, size]``, which a model norms one by one. Operations that treat the
+    first axis as a batch compute the same of ``[T, heads, size]``, which the model goes on with.
+    """
+    num_rows = tape.counts[view.domain]
+    size = result.shape[0] if result.dim() > 1 else 0
+    follows = prod(view.sizes[view.axis + 1 :])
+    joins = size > num_rows and size % num_rows == 0 and size // num_rows * prod(result.shape[1:]) == follows
+    if not joins or prod(view.sizes[: view.axis]) != 1:
+        return result
+    return result.view(num_rows, size // num_rows, *result.shape[1:])
 
 
 @LOWERED.entry("permute.default")

@@ -1,9 +1,9 @@
 """Forward programs on a GPU: one Triton kernel per fusion of row operations, and the ops for everything else.
 
-The kernels compute what the C++ executor computes, from the same instructions. Linears and attention run on the ops
-that the engine chose, which are those of Triton; linears of one input are launched together. Buffers are allocated when
-they are written and freed after their last use, because the ops allocate their results too; inside a CUDA graph the
-graph's own memory serves them.
+The kernels compute what the C++ executor computes, from the same instructions. Linears, attention and recurrent layers
+run on the ops that the engine chose, which are those of Triton; linears of one input are launched together. Buffers are
+allocated when they are written and freed after their last use, because the ops allocate their results too; inside a
+CUDA graph the graph's own memory serves them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import AttentionParams, RaggedBatch
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.program.plan.ir import LOGIT_ROWS, LOGITS, Attend, Gather, GroupedLinear, Linear, Plan, RowOp
+from specdec_fast.program.plan.ir import (
+    LOGIT_ROWS,
+    LOGITS,
+    Attend,
+    Gather,
+    GroupedLinear,
+    Instruction,
+    Linear,
+    Plan,
+    Recurrent,
+    RowOp,
+)
 from specdec_fast.program.record.row_views import NotLowerableError
 from specdec_fast.program.triton.device_forward import DeviceForward
 from specdec_fast.program.triton.fused_launches import fused_launches_of
@@ -26,6 +37,7 @@ from specdec_fast.program.triton.fused_linear import EitherWay, FusedLaunch, Fus
 from specdec_fast.program.triton.fused_step import fused_step, takes_few_rows
 from specdec_fast.program.triton.generated import OPTIONS, compiled
 from specdec_fast.program.triton.launches import JointLinear, RowFusion, Shared, halves, launches_of
+from specdec_fast.program.triton.recurrent_steps import recurrent_step
 from specdec_fast.program.triton.row_code import NotEmittableError
 from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
 from specdec_fast.triton_kernels.linear import linears
@@ -67,8 +79,8 @@ def launch_of(kernel: RowKernel) -> Launch:
 class TritonProgram:
     """A model's forward as few launches. It keeps the plan's constants, such as weights, and reads them in place.
 
-    ``ops`` compute linears and attention. ``fuses_linears``: the kernels of linears compute row operations too
-    (``fused_launches.py``). ``merges_attention``: attention over split contexts is one launch
+    ``ops`` compute linears, attention and recurrent layers. ``fuses_linears``: the kernels of linears compute row
+    operations too (``fused_launches.py``). ``merges_attention``: attention over split contexts is one launch
     (``attention_merging.py``), and no two forwards of the program may run at once. Both are off until ``make
     gpu-check`` shows on a GPU that they are faster: no GPU has run these kernels yet.
     """
@@ -109,6 +121,8 @@ class TritonProgram:
     def _step(self, launch: Prepared) -> Callable[[DeviceForward], None]:
         if isinstance(launch, tuple):
             return self._row_fusion(*launch)
+        if isinstance(launch, Recurrent):
+            return recurrent_step(launch, self._ops)
         make: dict[type, Callable[[Any], Callable[[DeviceForward], None]]] = {
             Linear: self._linear,
             JointLinear: self._joint_linear,
@@ -219,14 +233,25 @@ class TritonProgram:
 
 
 def dtypes_of(plan: Plan) -> dict[int, torch.dtype]:
-    """Return the dtype of every buffer that row operations store; other launches bring their own tensors."""
+    """Return the dtype of every buffer that an instruction writes."""
     dtypes: dict[int, torch.dtype] = {}
     for step in plan.instructions:
-        if isinstance(step, RowOp):
-            dtypes[step.writes[0]] = step.out.dtype
-        else:
-            dtypes.update(dict.fromkeys(step.writes, plan.dtype))
+        dtypes.update({buffer: _dtype_of_result(plan, step, dtypes) for buffer in step.writes})
     return dtypes
+
+
+def _dtype_of_result(plan: Plan, step: Instruction, dtypes: dict[int, torch.dtype]) -> torch.dtype:
+    """Return the dtype of what an instruction computes; ``dtypes`` are those of the buffers before it.
+
+    A model of 16 bits computes some rows in fp32, such as those of Mamba's scan.
+    """
+    if isinstance(step, RowOp):
+        return step.out.dtype
+    if isinstance(step, Linear | GroupedLinear):
+        return step.weight.dtype
+    if isinstance(step, Recurrent):
+        return step.dtype
+    return dtypes.get(step.source, plan.dtype) if isinstance(step, Gather) else plan.dtype
 
 
 def _reads(launch: Prepared) -> set[int]:

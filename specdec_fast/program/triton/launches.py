@@ -2,9 +2,9 @@
 
 Consecutive row operations on one domain are one launch, a ``RowFusion``: each reads its own row alone, so one program
 can compute a row through all of them, and results that nothing else reads never leave its registers. The append of keys
-and values joins the fusion before it, because it writes numbers of the same row. Linears, grouped linears, attention
-and the choice of logit rows are launches of their own: they share weights or pages between rows. Linears of one input,
-such as queries, keys and values, are one launch, a ``JointLinear``, if that leaves every result its bits.
+and values joins the fusion before it, because it writes numbers of the same row. Linears, grouped linears, attention,
+recurrent ops and the choice of logit rows are launches of their own: their rows share weights, pages or states. Linears
+of one input, such as queries, keys and values, are one launch, a ``JointLinear``, if that leaves every result its bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from specdec_fast.program.plan.ir import (
     Instruction,
     Linear,
     Plan,
+    Recurrent,
     RowOp,
 )
 from specdec_fast.triton_kernels.linear import MAX_WEIGHTS
@@ -53,8 +54,8 @@ class JointLinear(BufferUse):
         return [buffer for step in self.steps for buffer in step.writes]
 
 
-_Single = Linear | GroupedLinear | Attend | Gather
-Shared = _Single | JointLinear  # read weights or pages that rows share
+_Single = Linear | GroupedLinear | Attend | Recurrent | Gather
+Shared = _Single | JointLinear  # read weights, pages or states that rows share
 PlannedLaunch = RowFusion | Shared
 
 

@@ -59,14 +59,24 @@ class Graphs(GraphStore):
         capture: records what a call does.
         limits: the sizes of the largest buckets.
         choices: how tokens are chosen.
+        why_not: why the model cannot have graphs; None: its code decides.
 
     Attributes:
         why_not: the reason why the model cannot have graphs; None if it can.
 
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, capture: Capture, limits: Limits, choices: Choices) -> None:
-        super().__init__(capture, limits, _why_not(model))
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        capture: Capture,
+        limits: Limits,
+        choices: Choices,
+        why_not: str | None = None,
+    ) -> None:
+        super().__init__(capture, limits, why_not or _why_not(model))
+        self._never = why_not
         self._model = model
         self._forward = forward
         self._choices = choices
@@ -77,7 +87,7 @@ class Graphs(GraphStore):
         if self._watch.change() is not None:
             self._graphs.clear()
             self._watch = Watch(self._model, ())
-            self.why_not = _why_not(self._model)
+            self.why_not = self._never or _why_not(self._model)
 
     @torch.inference_mode()
     def forward(
@@ -191,7 +201,8 @@ class Graphs(GraphStore):
         """Return the graph of a kind with its inputs filled, or None; ``hidden_states`` are like those it writes."""
 
         def spec() -> GraphSpec:
-            inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device, kind.has_trees)
+            has_states = pool.states is not None
+            inputs = Inputs(kind.bucket, pool.page_size, pool.layout.device, kind.has_trees, has_states)
             own = None
             if hidden_states is not None:
                 own = hidden_states.new_empty(len(inputs.batch.token_ids), *hidden_states.shape[1:])

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import PackedArrays, all_to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout
+from specdec_fast.kv_cache.state_pool import RecurrentRows
 from specdec_fast.runner.graphs.buckets import Bucket
 from specdec_fast.trees.rows import TREE_MASK_BITS, TreeRows
 
@@ -42,6 +44,12 @@ class _Padding(NamedTuple):
     slot_mapping: np.ndarray  # [bucket.num_rows - T] int32
     cu_seqlens_q: np.ndarray  # [bucket.num_sequences - B] int32
     seqused_k: np.ndarray  # [bucket.num_sequences - B] int32
+
+    @property
+    def recurrent(self) -> RecurrentRows:
+        """For recurrent layers: new texts in the scratch slot, whose rows are all stored, so that none is kept."""
+        none = np.zeros_like(self.seqused_k)
+        return RecurrentRows(none, none, none, self.seqused_k)
 
 
 @lru_cache(maxsize=256)
@@ -84,6 +92,7 @@ class Inputs:
         page_size: positions of a page.
         device: of the tensors.
         has_trees: whether rows are trees of draft tokens.
+        has_states: whether the model has recurrent layers.
 
     Attributes:
         batch: the batch made of these tensors, which are never replaced by others. Where a draft token is verified, its
@@ -95,7 +104,14 @@ class Inputs:
 
     """
 
-    def __init__(self, bucket: Bucket, page_size: int, device: torch.device, has_trees: bool = False) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        page_size: int,
+        device: torch.device,
+        has_trees: bool = False,
+        has_states: bool = False,
+    ) -> None:
         rows = (bucket.num_rows,)
         places = (bucket.num_sequences,)
         self._num_words = -(-bucket.max_seqlen_q // TREE_MASK_BITS)
@@ -114,10 +130,16 @@ class Inputs:
                 "block_table": (np.int32, (bucket.num_sequences, bucket.num_pages)),
                 **{name: (dtype, places) for name, dtype in _SAMPLING.items()},
                 **(trees if has_trees else {}),
+                **(dict.fromkeys(RecurrentRows._fields, (np.int32, places)) if has_states else {}),
             },
             device,
         )
         own = self._packed.on_device
+        recurrent = None
+        if has_states:
+            recurrent = RecurrentBatch(
+                cu_seqlens=own["cu_seqlens_q"], **{name: own[name] for name in RecurrentRows._fields}
+            )
         self.parents = own.get("parents")
         self.drafted = torch.zeros(bucket.num_rows, dtype=torch.int64, device=device)
         self.batch = RaggedBatch(
@@ -134,6 +156,7 @@ class Inputs:
             max_seqlen_q=bucket.max_seqlen_q,
             max_seqlen_k=bucket.num_pages * page_size,
             tree_mask=own.get("tree_mask"),
+            recurrent=recurrent,
         )
         self.sampling = self._sampling(device)
 
@@ -176,6 +199,10 @@ class Inputs:
         torch.cat((batch.seqused_k[:batch_size], used), out=own.seqused_k)
         own.block_table.zero_()
         own.block_table[:batch_size, : batch.block_table.shape[1]] = batch.block_table[:batch_size]
+        if batch.recurrent is not None and own.recurrent is not None:
+            none = torch.zeros_like(used)
+            for name, more in zip(RecurrentRows._fields, (none, none, none, used), strict=True):
+                torch.cat((getattr(batch.recurrent, name), more), out=getattr(own.recurrent, name))
 
     def send(
         self,
@@ -230,6 +257,11 @@ class Inputs:
             mask[:num_rows, :words] = trees.mask
             mask[:num_rows, words:] = 0
             mask[num_rows:] = padding_trees.mask
+        if layout.recurrent is not None:
+            columns = zip(RecurrentRows._fields, layout.recurrent, padding.recurrent, strict=True)
+            for name, given, rest in columns:
+                arrays[name][:batch_size] = given
+                arrays[name][batch_size:] = rest
         for name, column in sampling.items():
             own = arrays["chosen_positions" if name == "positions" else name]
             own[:batch_size] = column

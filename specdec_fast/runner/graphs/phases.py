@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
 from specdec_fast.batch.sampling_batch import Sampling, after
 from specdec_fast.runner.graphs.inputs import Inputs
 
@@ -154,10 +155,12 @@ def later_batches(
     slots = (pages * page_size + positions % page_size).contiguous()
     wide = positions.long()
     lengths = positions + 1
+    recurrent = _later_recurrent(first.recurrent, one_each, positions)
     return [
         partial(
             replace,
             first,
+            recurrent=recurrent[i],
             positions=wide[i, :num_rows],
             slot_mapping=slots[i, :num_rows],
             cu_seqlens_q=one_each,
@@ -168,4 +171,37 @@ def later_batches(
             max_seqlen_q=1,
         )
         for i in range(num_forwards)
+    ]
+
+
+def _later_recurrent(
+    first: RecurrentBatch | None, one_each: Tensor, positions: Tensor
+) -> list[RecurrentBatch] | list[None]:
+    """Return the rows for recurrent layers of each later forward, ``StatePool.behind`` on the device.
+
+    All rows of the first forward are stored, and none of the later ones, which the next forward replays instead.
+
+    Args:
+        first: of the first forward; None: the model has no such layers.
+        one_each: as for ``later_batches``.
+        positions: ``[num_forwards, at least N]`` int32, of the rows; a multiple of 16 bytes from forward to forward.
+
+    """
+    if first is None:
+        return [None] * len(positions)
+    num_rows = len(one_each) - 1
+    slots = first.slots[:num_rows]
+    lengths = first.state_lengths[:num_rows] + first.num_stored[:num_rows]
+    replayed = torch.zeros_like(positions)
+    torch.sub(positions[:, :num_rows], lengths, out=replayed[:, :num_rows])
+    none = torch.zeros_like(lengths)
+    return [
+        RecurrentBatch(
+            cu_seqlens=one_each,
+            slots=slots,
+            state_lengths=lengths,
+            num_replayed=replayed[i, :num_rows],
+            num_stored=none,
+        )
+        for i in range(len(positions))
     ]

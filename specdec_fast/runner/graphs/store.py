@@ -51,7 +51,8 @@ class GraphStore:
     """Records each graph when a batch needs it for the second time.
 
     The first time, the caller runs the batch without a graph, because shapes that occur once, as at the end of a run,
-    are not worth recording. Graphs contain the addresses of one page pool; for another pool they are recorded again.
+    are not worth recording. Graphs contain the addresses of one page pool and of its state slots; for another pool, and
+    after its state slots have grown, they are recorded again.
     All graphs are destroyed together: see ``CudaCapture``.
 
     Args:
@@ -72,6 +73,7 @@ class GraphStore:
         self._asked: set[Hashable] = set()
         # No reference to the pool itself, so that its memory is free before another pool is allocated.
         self._pool: Callable[[], PagePool | None] = lambda: None
+        self._num_growths = 0  # of the pool's state slots
 
     @property
     def num_captured(self) -> int:
@@ -94,9 +96,11 @@ class GraphStore:
         fill: Callable[[Inputs, Tensor | None], None],
     ) -> Recorded | None:
         """Return the graph of a kind with its inputs filled, recorded now if it is asked for again; or None."""
-        if self._pool() is not pool:
+        num_growths = 0 if pool.states is None else pool.states.num_growths
+        if self._pool() is not pool or self._num_growths != num_growths:
             self._graphs.clear()
             self._pool = weakref.ref(pool)
+            self._num_growths = num_growths
         graph = self._graphs.get(kind)
         if graph is not None:
             fill(graph.inputs, graph.own)
@@ -110,14 +114,23 @@ class GraphStore:
     def _recorded(
         self, prepare: Callable[[], GraphSpec], fill: Callable[[Inputs, Tensor | None], None]
     ) -> Recorded | None:
-        """Record a graph on the batch that needs it; computing it several times gives the same result each time."""
+        """Record a graph on the batch that needs it, which is computed several times meanwhile.
+
+        KV entries are the same each time. A state would advance each time, so the batch has scratch states meanwhile.
+        """
         if len(self._graphs) == MOST_GRAPHS:
             self._graphs.clear()
         inputs, own, run = prepare()
         fill(inputs, own)
+        recurrent = inputs.batch.recurrent
+        if recurrent is not None:
+            recurrent.slots.zero_()
         try:
-            return Recorded(inputs, own, self._capture(run))
+            recorded = Recorded(inputs, own, self._capture(run))
         except Exception as error:  # a model's own code may raise anything; PyTorch then runs its forwards
             self._graphs.clear()
             self.why_not = f"{type(error).__name__}: {error}"
             return None
+        if recurrent is not None:
+            fill(inputs, own)
+        return recorded

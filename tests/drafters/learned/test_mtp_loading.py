@@ -231,7 +231,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, folder):
 
 def test_a_target_with_sliding_windows_is_refused(folder):
     target = RaggedModel(tiny_model("mistral-window"), OPS)
-    with pytest.raises(sd.NotYetSupportedError, match="sliding windows or chunks in 3 of its 3 layers"):
+    with pytest.raises(sd.NotYetSupportedError, match="sliding windows, chunks or indexers in 3 of its 3 layers"):
         load(target, folder)
 
 
