@@ -4,7 +4,8 @@ The unmodified model is what a user of ``transformers`` runs: ``model(...)`` wit
 is the same model over our pages (``enforce_eager=True``), with our attention and our linears.
 
 The rows are those of a step, over contexts of ``--context`` entries: one token of every sequence (plain decoding), or
-K + 1 tokens of every sequence (a verification). Prefills compute a whole prompt of one sequence, and the logits of its
+K + 1 tokens of every sequence (a verification). The share of recurrences is the time of the recurrent ops of a hybrid
+model within the program's. Prefills compute a whole prompt of one sequence, and the logits of its
 last row. The gate is that of loading a model: logits within the square root of the dtype's rounding unit of the
 unmodified model's.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -30,10 +31,11 @@ from specdec_fast.commands.common import format_table
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_arguments import cache_argument
-from specdec_fast.ops import resolve
+from specdec_fast.ops import Ops, resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 
 _PAGE_SIZE = 16
+_RECURRENT_OPS = ("conv_rows_", "linear_attention_rows_", "selective_scan_rows_")
 PROGRAM, EAGER, UNMODIFIED = "program", "eager", "transformers"
 
 
@@ -56,9 +58,11 @@ class Forwards:
 
     def __init__(self, model: PreTrainedModel) -> None:
         ops = resolve(model.device)
+        self.recurrent_seconds: list[float] = []  # of the recurrent ops, per forward of ours in PyTorch
+        self._seconds = 0.0
         started = perf_counter()
         self.unmodified = model
-        self.eager = RaggedModel(model, ops, enforce_eager=True)
+        self.eager = RaggedModel(model, self._timed(ops), enforce_eager=True)
         middle = perf_counter()
         self.compiled = RaggedModel(model, ops)
         self.loading_seconds = middle - started
@@ -70,36 +74,69 @@ class Forwards:
 
     def calls(self, shape: Shape) -> dict[str, Callable[[], Tensor]]:
         """Return the calls to time; each computes the same logits ``[rows, vocab_size]``."""
-        layout = self.compiled.layout
-        pool = PagePool(layout, shape.batch_size * (shape.context + _PAGE_SIZE), _PAGE_SIZE)
         token_ids = torch.arange(shape.batch_size * shape.context).view(shape.batch_size, -1) % self.compiled.vocab_size
+        return {
+            PROGRAM: self._ours(self.compiled, shape, token_ids),
+            EAGER: self._ours(self.eager, shape, token_ids),
+            UNMODIFIED: self._unmodified(shape, token_ids),
+        }
+
+    def _ours(self, model: RaggedModel, shape: Shape, token_ids: Tensor) -> Callable[[], Tensor]:
+        """Return the call of one of our ways, on pages and state slots of its own."""
+        pool = PagePool(model.layout, shape.batch_size * (shape.context + _PAGE_SIZE), _PAGE_SIZE)
         for owner in range(shape.batch_size):
             pool.add(owner)
         before = shape.context - shape.num_rows
         if before:
             rows = [Rows(owner, 0, before) for owner in range(shape.batch_size)]
             self.eager.forward(lay_out(pool, rows, token_ids[:, :before].flatten()), pool)
-        rows = [Rows(owner, before, shape.num_rows) for owner in range(shape.batch_size)]
+        num_drafts = 0 if shape.is_prefill else shape.num_rows - 1
+        rows = [Rows(owner, before, shape.num_rows, num_drafts) for owner in range(shape.batch_size)]
         batch = lay_out(pool, rows, token_ids[:, before:].flatten().contiguous())
         wanted = batch.last_rows if shape.is_prefill else None
-        return {
-            PROGRAM: lambda: self.compiled.forward(batch, pool, wanted),
-            EAGER: lambda: self.eager.forward(batch, pool, wanted),
-            UNMODIFIED: self._unmodified(token_ids, before, wanted),
-        }
 
-    def _unmodified(self, token_ids: Tensor, before: int, wanted: Tensor | None) -> Callable[[], Tensor]:
-        """Return the call of ``transformers``; its cache has ``before`` entries at the beginning of every call."""
+        def forward() -> Tensor:
+            self._seconds = 0.0
+            logits = model.forward(batch, pool, wanted)
+            if model is self.eager:
+                self.recurrent_seconds.append(self._seconds)
+            return logits
+
+        return forward
+
+    def _timed(self, ops: Ops) -> Ops:
+        """Return ops whose recurrent ones add their time to that of the forward; a program runs the same in C++."""
+
+        def timed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def call(*args: Any) -> Tensor:
+                started = perf_counter()
+                result = function(*args)
+                self._seconds += perf_counter() - started
+                return result
+
+            return call
+
+        assert ops.unchecked is not None
+        functions = {name: timed(getattr(ops.unchecked, name)) for name in _RECURRENT_OPS}
+        return replace(ops, unchecked=ops.unchecked.replaced(**functions))
+
+    def _unmodified(self, shape: Shape, token_ids: Tensor) -> Callable[[], Tensor]:
+        """Return the call of ``transformers``; its cache has the entries before the rows when a call begins.
+
+        A recurrent state cannot be cut back: the contexts of such a model grow by the rows of every call.
+        """
         cache = DynamicCache(config=self.unmodified.config)
         argument = cache_argument(self.unmodified)
+        before = shape.context - shape.num_rows
         new = token_ids[:, before:]
-        keep = {} if wanted is None else {"logits_to_keep": 1}
+        keep = {"logits_to_keep": 1} if shape.is_prefill else {}
+        is_recurrent = bool(self.compiled.layout.states)
 
         @torch.inference_mode()
         def forward() -> Tensor:
             past = cache if before else DynamicCache(config=self.unmodified.config)
             logits = self.unmodified(input_ids=new, use_cache=True, **{argument: past}, **keep).logits
-            if before:
+            if before and not is_recurrent:
                 past.crop(-new.shape[1])
             return logits.flatten(0, 1)
 
@@ -130,7 +167,9 @@ def measure(forwards: Forwards, args: argparse.Namespace, name: str) -> list[dic
         distance = max(float((logits[way] - truth).norm() / truth.norm()) for way in (PROGRAM, EAGER))
         if not distance <= bound:
             raise SystemExit(f"{name}: logits {distance:.1e} apart, {bound:.1e} are allowed; no speed is reported.")
+        forwards.recurrent_seconds.clear()
         seconds = clock.interleave([calls] * args.repeats)
+        recurrent = median(forwards.recurrent_seconds)
         rows.append(
             {
                 "model": name,
@@ -138,6 +177,8 @@ def measure(forwards: Forwards, args: argparse.Namespace, name: str) -> list[dic
                 "rows_per_sequence": shape.num_rows,
                 "context": shape.context,
                 **{f"{way}_milliseconds": 1e3 * median(seconds[way]) for way in calls},
+                "recurrent_milliseconds": 1e3 * recurrent,
+                "recurrent_share": recurrent / median(seconds[PROGRAM]),
                 "speedup_over_transformers": median_ratio(seconds[UNMODIFIED], seconds[PROGRAM]),
                 "speedup_over_eager": median_ratio(seconds[EAGER], seconds[PROGRAM]),
                 "logit_distance": distance,
@@ -185,10 +226,10 @@ def main(argv: list[str] | None = None) -> None:
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print one line per shape."""
     keys = ("model", "batch_size", "rows_per_sequence", "context", f"{PROGRAM}_milliseconds", f"{EAGER}_milliseconds")
-    keys = (*keys, f"{UNMODIFIED}_milliseconds", "speedup_over_transformers", "speedup_over_eager")
+    keys = (*keys, f"{UNMODIFIED}_milliseconds", "speedup_over_transformers", "speedup_over_eager", "recurrent_share")
     lines = [[f"{row[key]:.3g}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows]
     columns = ("model", "batch", "rows each", "context", "program ms", "ours in PyTorch ms", "transformers ms")
-    print(format_table((*columns, "x transformers", "x ours in PyTorch"), lines))
+    print(format_table((*columns, "x transformers", "x ours in PyTorch", "recurrences"), lines))
 
 
 if __name__ == "__main__":

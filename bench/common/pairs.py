@@ -34,6 +34,14 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class HybridShape(ModelShape):
+    """Sizes of a model in which three of four layers are gated delta nets."""
+
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 16
+
+
+@dataclass(frozen=True)
 class Pair:
     """A target, its draft, and the vocabulary of both."""
 
@@ -48,6 +56,7 @@ QWEN3_06B = ModelShape(1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
 # Not a published model: Qwen3, small enough to draft for Qwen3-0.6B on a CPU. 39 of its 42 million parameters are the
 # embedding, which is also the output layer.
 QWEN3_42M = ModelShape(256, 768, 4, 4, 2, 64, tie_word_embeddings=True)
+QWEN3_5_08B = HybridShape(1024, 3584, 24, 8, 2, 256, tie_word_embeddings=True, model_type="qwen3_5_text")
 VICUNA_7B = ModelShape(4096, 11008, 32, 32, 32, 128, tie_word_embeddings=False, model_type="llama")
 VICUNA_68M = ModelShape(768, 3072, 2, 12, 12, 64, tie_word_embeddings=False, model_type="llama")
 GLM_4_9B = ModelShape(4096, 13696, 40, 32, 2, 128, tie_word_embeddings=False, model_type="glm4")
@@ -63,6 +72,7 @@ PAIRS = {
     "qwen3-0.6b": Pair(QWEN3_06B, QWEN3_42M, 151_936),
     "qwen3-1.7b": Pair(QWEN3_1B7, QWEN3_06B, 151_936),
     "qwen3-8b": Pair(QWEN3_8B, QWEN3_06B, 151_936),
+    "qwen3.5-0.8b": Pair(QWEN3_5_08B, QWEN3_42M, 248_320),
     "vicuna-7b": Pair(VICUNA_7B, VICUNA_68M, 32_000),
     "glm-4-9b": Pair(GLM_4_9B, QWEN3_06B, 151_552),
     "10m": Pair(TEN_MILLION, ONE_MILLION, 4096),

@@ -85,6 +85,14 @@ class ReplayDrafter(Drafter):
         """Call the inner drafter."""
         return self.inner.forward_seconds(row_counts)
 
+    def bytes_per_sequence(self, most_draft_tokens: int) -> int:
+        """Call the inner drafter."""
+        return self.inner.bytes_per_sequence(most_draft_tokens)
+
+    def expect_sequences(self, num_sequences: int) -> None:
+        """Call the inner drafter."""
+        self.inner.expect_sequences(num_sequences)
+
     def prepare(self, num_tokens: int, page_size: int) -> None:
         """Call the inner drafter."""
         self.inner.prepare(num_tokens, page_size)

@@ -33,7 +33,7 @@ _LAYERS = dict.fromkeys(
 )
 _HEADS = dict.fromkeys(
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
-     "attention_heads", "swa_num_attention_heads", "index_n_heads", "mamba_n_heads"),
+     "attention_heads", "swa_num_attention_heads", "mamba_n_heads"),
     4,
 )  # fmt: skip
 _KV_HEADS = dict.fromkeys(
@@ -60,7 +60,9 @@ _OTHERS = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), 256),
     **dict.fromkeys(("num_kv_shared_layers", "zero_expert_num", "n_groups"), 2),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 12),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk"), 12),
+    # many, because positions for which all heads have a score of 0 are equal, and torch.topk takes any of them
+    "index_n_heads": 16,
     "floor_scale": 8,  # positions in a step of Llama-4's factor on queries
     "initializer_range": 0.3,  # wide weights, so that texts vary
 }
@@ -83,6 +85,7 @@ _INDEXED = {  # all or none, and none fails
 _LATENT_SLIDING = {  # they go into a config per layer
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
     "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+    "pad_token_id": None,  # its embedding is zeros, so an indexer would score all positions alike
 }  # fmt: skip
 _FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},

@@ -35,6 +35,7 @@ from specdec_fast.program.plan.ir import (
     Linear,
     Operand,
     Plan,
+    Recurrent,
     RowOp,
 )
 from specdec_fast.program.triton.fused_launches import fused_launches_of
@@ -127,7 +128,7 @@ class _Costs:
         """Yield the kernel of a group, or two for attention in pieces.
 
         Raises:
-            NotYetSupportedError: the group multiplies with experts.
+            NotYetSupportedError: the group multiplies with experts, or is a recurrent layer's.
 
         """
         first = group[0]
@@ -142,6 +143,8 @@ class _Costs:
             yield Kernel("gather rows", 2 * self._rows * self._plan.buffers[first.source].row_bytes, 0)
         elif isinstance(first, GroupedLinear):
             raise NotYetSupportedError("bench.model_step does not model experts: their bytes depend on the choices.")
+        elif isinstance(first, Recurrent):
+            raise NotYetSupportedError("bench.model_step does not model recurrent layers and their states.")
         else:
             yield self._row_operations(group)
 
