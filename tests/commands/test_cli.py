@@ -58,7 +58,7 @@ def test_demo_fails_when_a_token_differs(capsys, monkeypatch):
     assert 0 < json.loads(capsys.readouterr().out.splitlines()[-1])["exact_match"] < 1
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("enforce_eager", grid([False, True], keep=[True]))
 def test_forwards_can_be_left_to_pytorch(in_folder, monkeypatch, prompt_ids, target, enforce_eager):
     made, programs = [], sd.Engine(target, None).describe()["forward_program"]
 
@@ -192,6 +192,7 @@ def test_a_reader_that_leaves_is_no_error():
     assert (process.returncode, error) == (141, "")
 
 
+@pytest.mark.grid
 def test_a_question_of_spec_bench_is_its_first_turn(in_folder, capsys):
     question = {"question_id": 81, "category": "writing", "turns": ["One day", "Rewrite it."], "reference": ["x"]}
     path = write_lines(in_folder / "question.jsonl", question, {"prompt": "One day", "turns": ["Not this"]})

@@ -12,6 +12,7 @@ from specdec_fast.commands import verify
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import best_logits, transformers_greedy
 from support.commands import DRAFT, EAGLE3, TARGET, options_of, run_verify
+from support.grids import grid
 
 
 @pytest.mark.grid
@@ -68,6 +69,7 @@ def test_verify_takes_drafters_that_are_checkpoints(in_folder, prompt_ids):
     assert (matrix.config.tap_layers, matrix.config.draft_tree) == ((0, 1, 2), "chain")
 
 
+@pytest.mark.grid
 def test_verify_draws_its_report(in_folder, prompt_ids):
     pytest.importorskip("matplotlib")
     options = {"batch-sizes": "1 2", "methods": "eqspec", "plot": "report.png"}
@@ -75,7 +77,7 @@ def test_verify_draws_its_report(in_folder, prompt_ids):
     assert Path("report.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("wrong", ["token", "logprob"])
+@pytest.mark.parametrize("wrong", grid(["token", "logprob"], keep=["logprob"]))
 def test_verify_fails_and_shows_where_a_token_differs(in_folder, capsys, monkeypatch, prompt_ids, target, wrong):
     class Lying(Engine):
         def generate(self, *args, **kwargs):

@@ -43,7 +43,7 @@ def models(request, tmp_path, hugging_face_model):
 
 
 one_model = pytest.mark.parametrize("models", grid(KINDS, keep=["own ids"]), indirect=True)
-few_models = pytest.mark.parametrize("models", grid(KINDS, keep=["own ids", "mtp"]), indirect=True)
+few_models = pytest.mark.parametrize("models", grid(KINDS, keep=["mtp"]), indirect=True)
 
 
 def recorded(engine):

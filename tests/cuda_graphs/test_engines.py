@@ -22,7 +22,7 @@ from support.graphs import opened_pool
 from support.grids import grid
 from support.models import truncated_copy
 from support.recording_drafter import Recording, hidden_states_of_text
-from support.repeated import waits
+from support.repeated import waits_in_steps
 from support.scripted_trees import RandomTrees
 
 
@@ -114,7 +114,7 @@ def test_preemption_changes_no_token(pair, graphs_on_cpu):
     assert engine.describe()["graphs_captured"] > 0
 
 
-@pytest.mark.parametrize("max_positions", [512, 12], ids=["all", "some"])
+@pytest.mark.parametrize("max_positions", grid({"all": 512, "some": 12}, keep=["some"]))
 def test_sequences_at_their_end_draft_in_the_graph_of_the_others(pair, max_positions, graphs_on_cpu, monkeypatch):
     """Otherwise a batch would leave the graph whenever one of its texts ends; past a model's positions it must."""
     without_graph = []
@@ -146,28 +146,8 @@ def test_there_are_none_on_a_cpu(pair):
 
 
 def found_in_steps(pair, monkeypatch, params, num_draft_tokens=3):
-    """What would wait for a GPU, in every step of a run: in its launch, and in its end."""
     engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=num_draft_tokens)
-    launch, finish, found_in = engine.core._launch, engine.core._finish, []
-
-    def watched_launch(*args):
-        with waits(monkeypatch) as found:
-            step = launch(*args)
-        found_in.append((found, []))
-        return step
-
-    def watched_finish(step):
-        with waits(monkeypatch) as found:
-            emitted = finish(step)
-        found_in[-1][1].extend(found)
-        return emitted
-
-    monkeypatch.setattr(engine.core, "_launch", watched_launch)
-    monkeypatch.setattr(engine.core, "_finish", watched_finish)
-    for output in engine.generate(PROMPTS, params, progress=False):
-        output.raise_for_error()
-    assert len(found_in) > 5
-    return found_in
+    return waits_in_steps(engine, monkeypatch, PROMPTS, params)
 
 
 @pytest.mark.skipif(all_ops()["linear"].why_unavailable("cpp") is not None, reason="PyTorch's ops wait")

@@ -136,6 +136,7 @@ def test_positions_as_complex_numbers_are_computed_in_batches():
     assert_same_bits(model, "ngram", PROMPTS, alone, max_batch_size=5, num_draft_tokens=3, enforce_eager=True)
 
 
+@pytest.mark.grid
 def test_linears_without_a_module_are_computed_in_chunks():
     model = changed(with_routers)
     engine = sd.Engine(model, None, backend="torch")

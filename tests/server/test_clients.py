@@ -96,6 +96,7 @@ def metric(server, name, **labels):
     return next(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
+@pytest.mark.grid
 def test_the_streaming_client_of_the_examples(server, reference):
     example = runpy.run_path(str(ROOT / "examples" / "streaming_client.py"))
     answers = example["main"](["--url", f"{server.url}/v1", "--api-key", KEY])
