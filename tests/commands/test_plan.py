@@ -39,6 +39,7 @@ def refused(capsys, *flags, **options):
     return capsys.readouterr().err
 
 
+@pytest.mark.grid
 def test_the_planned_engine_runs_within_the_budget(capsys, monkeypatch):
     costs = StepCosts({1: 1.0, 64: 1.1}, {0: 0.0, 1: 0.01, 64: 0.01})  # constants under which drafting pays
     monkeypatch.setattr(plan_module.StepCosts, "measured", lambda *_: costs)

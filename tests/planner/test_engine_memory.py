@@ -19,7 +19,7 @@ from specdec_fast.engine.memory import plan_memory
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.runner.model_memory import forward_memory, storage_bytes, weights_of
 from support.eagle3 import write_checkpoint
-from support.grids import each_value_once
+from support.grids import each_value_once, grid
 from support.models import TINY, tiny_model, truncated_copy
 from support.programs import needs_programs
 
@@ -261,7 +261,7 @@ def test_a_drafter_of_hidden_states_is_counted(target, tmp_path):
 
 
 @needs_programs
-@pytest.mark.parametrize("tree", [7, [[0], [1], [0, 0], [2]]], ids=["dynamic", "static"])
+@pytest.mark.parametrize("tree", grid({"dynamic": 7, "static": [[0], [1], [0, 0], [2]]}, keep=["dynamic"]))
 def test_the_nodes_of_trees_are_counted(target, tmp_path, tree, monkeypatch):
     """A verification has a row per node; a budget one byte short of it keeps K and gives up the tree."""
     write_checkpoint(tmp_path, target)
