@@ -69,7 +69,7 @@ def agreements(
         shifted = taps
         if offset:
             moved = tuple(tap + offset for tap in layers)
-            if min(moved) < 0 or max(moved) > engine.target.layout.num_layers:
+            if min(moved) < 0 or max(moved) > engine.target.hf.num_layers:
                 continue
             measured = Engine(target, drafter, replace(config, tap_layers=moved))
             shifted = moved

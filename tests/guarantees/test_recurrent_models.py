@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, RecurrentGemmaConfig
 import specdec_fast as sd
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.kv_cache.state_pool import StatePool
+from support.eagle3 import write_checkpoint
 from support.grids import combinations, each_value_once, grid
 from support.invariants import patched
 from support.memory_errors import ERRORS
@@ -273,3 +274,14 @@ def test_clients_of_a_service_get_the_same_bits(pair):
         return found[len(PROMPTS) :]
 
     assert asyncio.run(main()) == expected
+
+
+def test_eagle3_reads_the_hidden_states_of_a_recurrent_target(pair, tmp_path):
+    """Layers of any kind have taps; with trees the engine refuses it."""
+    target, _, expected = pair
+    write_checkpoint(tmp_path, target)
+    engine = sd.Engine(target, f"eagle3:{tmp_path}", max_batch_size=3, num_draft_tokens=3)
+    assert results(engine) == expected
+    assert engine.last_run.decoding.num_draft_tokens > 0
+    with pytest.raises(sd.NotYetSupportedError, match="use a drafter of chains"):
+        sd.Engine(target, f"eagle3:{tmp_path}", draft_tree=8)

@@ -136,9 +136,10 @@ FAMILIES = [name for name, (kind, _) in _MADE.items() if hasattr(transformers, k
 # One for each kind of recurrence: gated delta rule, decay per channel, Mamba-2 in one layer with attention, Mamba,
 # convolutions alone, lightning attention.
 KINDS = ["qwen3.5", "kimi-linear", "falcon-h1", "mamba", "lfm2", "minimax"]
-# Weights are random and wide, so that texts vary. In 16 bits, experts of wider ones change too often with rounding.
+# Weights are random and wide, so that texts vary. In 16 bits, experts of wider ones change too often with rounding, and
+# Mamba overflows.
 _SCALE = 6
-_SCALE_OF_EXPERTS = 3
+_SCALE_OF_SOME = 3
 
 
 def recurrent_config(family: str) -> PreTrainedConfig:
@@ -152,11 +153,11 @@ def recurrent_model(family: str, dtype: torch.dtype = torch.float32, seed: int =
     """Build a random model."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(recurrent_config(family), dtype=torch.float32).eval()
-    has_experts = "num_experts" in _MADE[family][1]
+    is_narrow = "num_experts" in _MADE[family][1] or family in ("mamba", "falcon-mamba")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(_SCALE_OF_EXPERTS if has_experts else _SCALE)
+                parameter.mul_(_SCALE_OF_SOME if is_narrow else _SCALE)
     return model.to(dtype)
 
 

@@ -56,8 +56,8 @@ def fitting_taps(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int
     """
     check_target(config, target)
     try:
-        taps = tap_layers or config.tap_layers or default_taps(target.layout.num_layers)
-        return checked_taps(taps, target.layout.num_layers)  # type: ignore[return-value]
+        taps = tap_layers or config.tap_layers or default_taps(target.hf.num_layers)
+        return checked_taps(taps, target.hf.num_layers)  # type: ignore[return-value]
     except SpecDecError as error:
         where = repr(str(config.folder))
         raise ConfigError(f"the taps of {where} do not fit {target.name}: {error} Pass tap_layers.") from error
