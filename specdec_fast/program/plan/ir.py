@@ -68,6 +68,16 @@ class BufferUse:
         raise NotImplementedError
 
 
+class OneResult(BufferUse):
+    """An instruction that writes one buffer."""
+
+    out: int  # the index of the buffer
+
+    @property
+    def writes(self) -> list[int]:
+        return [self.out]
+
+
 @dataclass(frozen=True, eq=False)
 class RowOp(BufferUse):
     """One operation on every row: elementwise, or over the last axis."""
@@ -104,7 +114,7 @@ class Heads:
 
 
 @dataclass(frozen=True, eq=False)
-class Linear(BufferUse):
+class Linear(OneResult):
     """``num_vectors`` vectors per row times ``weight [out_features, in_features]``: it or its ``mT`` is contiguous."""
 
     source: int
@@ -118,13 +128,9 @@ class Linear(BufferUse):
     def reads(self) -> list[int]:
         return [self.source]
 
-    @property
-    def writes(self) -> list[int]:
-        return [self.out]
-
 
 @dataclass(frozen=True, eq=False)
-class GroupedLinear(BufferUse):
+class GroupedLinear(OneResult):
     """``choices`` products per row, each with the weights of another expert; see ``ops/grouped_linear.py``."""
 
     # source, offset: buffer and offset of ``num_vectors`` inputs of ``in_features`` numbers: one for all choices, or
@@ -142,10 +148,6 @@ class GroupedLinear(BufferUse):
     @property
     def reads(self) -> list[int]:
         return [self.source, self.experts]
-
-    @property
-    def writes(self) -> list[int]:
-        return [self.out]
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Append(BufferUse):
 
 
 @dataclass(frozen=True, eq=False)
-class Attend(BufferUse):
+class Attend(OneResult):
     """Attend over the pages of a layer."""
 
     layer: int
@@ -183,13 +185,9 @@ class Attend(BufferUse):
     def reads(self) -> list[int]:
         return [self.query.buffer]
 
-    @property
-    def writes(self) -> list[int]:
-        return [self.out]
-
 
 @dataclass(frozen=True)
-class Gather(BufferUse):
+class Gather(OneResult):
     """Take the rows whose logits are wanted."""
 
     source: int
@@ -199,13 +197,9 @@ class Gather(BufferUse):
     def reads(self) -> list[int]:
         return [self.source]
 
-    @property
-    def writes(self) -> list[int]:
-        return [self.out]
-
 
 @dataclass(frozen=True, eq=False)
-class Convolve(BufferUse):
+class Convolve(OneResult):
     """Convolve the channels of a row over a sequence's last inputs; see ``ops/conv_rows.py``."""
 
     state: int  # number of the recurrent call in a forward, and so of its state
@@ -221,13 +215,9 @@ class Convolve(BufferUse):
     def reads(self) -> list[int]:
         return [self.source]
 
-    @property
-    def writes(self) -> list[int]:
-        return [self.out]
-
 
 @dataclass(frozen=True, eq=False)
-class AttendLinearly(BufferUse):
+class AttendLinearly(OneResult):
     """Advance and read a state by linear attention; see ``ops/linear_attention_rows.py``."""
 
     state: int  # number of the recurrent call in a forward, and so of its state
@@ -251,13 +241,9 @@ class AttendLinearly(BufferUse):
         heads = (self.query, self.key, self.value, self.log_decay, self.beta)
         return [each.buffer for each in heads if each is not None]
 
-    @property
-    def writes(self) -> list[int]:
-        return [self.out]
-
 
 @dataclass(frozen=True, eq=False)
-class Scan(BufferUse):
+class Scan(OneResult):
     """Advance and read a state by a selective scan; see ``ops/selective_scan_rows.py``."""
 
     state: int  # number of the recurrent call in a forward, and so of its state
@@ -274,10 +260,6 @@ class Scan(BufferUse):
     @property
     def reads(self) -> list[int]:
         return [each.buffer for each in (self.x, self.dt, self.B, self.C)]
-
-    @property
-    def writes(self) -> list[int]:
-        return [self.out]
 
 
 Recurrent = Convolve | AttendLinearly | Scan
