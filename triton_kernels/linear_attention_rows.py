@@ -165,7 +165,7 @@ def linear_attention_rows_(
     grid = (batch_size, value_heads, triton.cdiv(value_dim, launch.constexprs["BLOCK_VALUE"]))
     _linear_attention_kernel[grid](
         *(*rows, states, kept, kept if params.skip is None else params.skip, out),
-        *(batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_stored),
+        *batch.arrays,
         *(x.stride(0) for x in rows),
         kept.shape[1],
         key.shape[1],

@@ -133,7 +133,7 @@ def selective_scan_rows_(
     grid = (batch_size, groups, triton.cdiv(channels // groups, launch.constexprs["BLOCK_CHANNELS"]))
     _selective_scan_kernel[grid](
         *(x, dt, A, B, C, kept if skip is None else skip, states, kept, out),
-        *(batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_stored),
+        *batch.arrays,
         *(x.stride(0), dt.stride(0), *A.stride(), *B.stride()[:2], *C.stride()[:2]),
         kept.shape[1],
         channels,

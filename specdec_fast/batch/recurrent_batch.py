@@ -34,6 +34,11 @@ class RecurrentBatch:
     num_replayed: Tensor  # [B] int32, kept rows of the slot that come first, from position ``state_lengths[b]`` on
     num_stored: Tensor  # [B] int32, how many rows, replayed ones first, advance the stored state
 
+    @property
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The arrays in the order in which the kernels take them."""
+        return self.cu_seqlens, self.slots, self.state_lengths, self.num_replayed, self.num_stored
+
     def one_by_one(self, owners: Tensor) -> list[RecurrentBatch]:
         """Return a batch for each row, to be computed one after the other; ``owners`` ``[T]`` are their sequences."""
         offsets = torch.arange(len(owners), device=owners.device) - self.cu_seqlens[owners]

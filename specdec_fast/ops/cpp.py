@@ -250,5 +250,4 @@ def selective_scan_rows_(
 
 
 def _recurrent(batch: RecurrentBatch, num_rows: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-    arrays = (batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_stored)
-    return (num_rows, batch.slots.shape[0]), tuple(array.data_ptr() for array in arrays)
+    return (num_rows, batch.slots.shape[0]), tuple(array.data_ptr() for array in batch.arrays)

@@ -54,7 +54,7 @@ def check_batch(batch: RecurrentBatch, num_rows: int, num_slots: int, device: to
     expect_tensor("cu_seqlens", batch.cu_seqlens, (size + 1,), (torch.int32,), device)
     for name in ("state_lengths", "num_replayed", "num_stored"):
         expect_tensor(name, getattr(batch, name), (size,), (torch.int32,), device)
-    expect(all(x.is_contiguous() for x in vars(batch).values()), "the arrays of the batch must be contiguous.")
+    expect(all(x.is_contiguous() for x in batch.arrays), "the arrays of the batch must be contiguous.")
     expect_offsets("cu_seqlens", batch.cu_seqlens, num_rows, strictly=False)
     if device.type != "cpu":
         return

@@ -279,5 +279,4 @@ def _states(pages: KVPages) -> tuple[int, ...]:
 def _recurrent(batch: RecurrentBatch | None) -> tuple[int, ...]:
     if batch is None:
         return (0, 0, 0, 0, 0)
-    arrays = (batch.cu_seqlens, batch.slots, batch.state_lengths, batch.num_replayed, batch.num_stored)
-    return tuple(array.data_ptr() for array in arrays)
+    return tuple(array.data_ptr() for array in batch.arrays)
