@@ -8,6 +8,7 @@ falls, and later rows overwrite the stale entries (invariant I4).
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -104,8 +105,10 @@ class PagePool:
         self.slots = self._in_page[None].copy()
         self.states: StatePool | None = None
         if layout.states:
-            self.states = StatePool(layout.states, 1, layout.most_draft_tokens, layout.device)
-            self._add_places(max(1, num_owners))
+            num_places = 1 + max(1, num_owners)
+            self.states = StatePool(layout.states, num_places, layout.most_draft_tokens, layout.device)
+            self.pages = self.pages._replace(states=self.states.memory())
+            self._widen_places(num_places)
 
     def holds(self, num_tokens: int, num_owners: int) -> bool:
         """Return whether the pool has so many positions, and state slots for so many owners if it needs any."""
@@ -160,7 +163,9 @@ class PagePool:
             self._add_places(num_owners + 1 - self.states.num_slots)
         if num_tokens <= self.num_tokens:
             return self
-        pool = PagePool(self.layout, num_tokens, self.page_size, self.row_padding)
+        # without states: the larger pool takes this one's
+        pool = PagePool(replace(self.layout, states=()), num_tokens, self.page_size, self.row_padding)
+        pool.layout = self.layout
         for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
             larger[:, :, : self.num_pages + 1] = smaller
         pool._free = [*range(pool.num_pages, self.num_pages, -1), *self._free]
@@ -232,9 +237,14 @@ class PagePool:
                 self.states.grow(places + more)
             finally:  # if memory runs out, some of the tensors have been replaced
                 self.pages = self.pages._replace(states=self.states.memory())
-        self.tables = np.pad(self.tables, ((0, more), (0, 0)))
-        self.slots = np.pad(self.slots, ((0, more), (0, 0)))
-        self._free_places += range(places, places + more)
+        self._widen_places(places + more)
+
+    def _widen_places(self, num_places: int) -> None:
+        places = len(self.tables)
+        more = ((0, num_places - places), (0, 0))
+        self.tables = np.pad(self.tables, more)
+        self.slots = np.pad(self.slots, more)
+        self._free_places += range(places, num_places)
 
     def widen(self, num_pages: int) -> None:
         """Let ``tables`` name ``num_pages`` of every place, or more, so that this is rare."""
