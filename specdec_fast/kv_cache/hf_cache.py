@@ -58,9 +58,9 @@ class PagedCache(NoStates, Cache):
     pages, and reads pages. The model may compute padding rows after the rows of the batch: they are not written, and
     their attention output is 0. ``num_logit_rows`` is the number of rows whose logits the caller needs; None: all.
 
-    A recurrent layer asks for its state, and is told that it has none, so that it computes as for a new text of many
-    tokens. The functions that it then calls (``models/recurrent_functions.py``) compute from the state slots. The i-th
-    call of a forward has the i-th state of the layout.
+    The cache answers a recurrent layer that it has no state, so the layer computes as for a new text of many tokens.
+    The functions that it then calls (``models/recurrent_functions.py``) compute from the state slots. The i-th call of
+    a forward has the i-th state of the layout.
     """
 
     def __init__(
