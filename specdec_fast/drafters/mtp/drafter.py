@@ -38,8 +38,7 @@ class MtpDrafter(ChainDrafter):
                 f"draft='mtp' reads the target's own checkpoint, but this {target.name} was made in memory; pass "
                 "'mtp:FOLDER'."
             )
-        # not the layers of the KV cache, because a layer of linear attention has no pages
-        weights = read_mtp(source or target.path, target.hf.config.num_hidden_layers)
+        weights = read_mtp(source or target.path, target.hf.num_layers)
         self._described = {"mtp_format": weights.format.name, "num_mtp_layers": weights.num_layers}
         with torch.inference_mode():
             model = MtpModel(weights, target, context.config.page_size)

@@ -27,7 +27,6 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.mtp.checkpoint import MtpWeights
 from specdec_fast.drafters.shared.checkpoint.target import check_whole
 from specdec_fast.errors import ConfigError, NotYetSupportedError
-from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hidden_states import FINAL
 from specdec_fast.ops import Ops
@@ -108,7 +107,7 @@ class MtpModel:
         hf = self.ragged.hf
         assert hf.taps is not None
         results: list[Tensor] = []
-        cache = PagedCache(pool, batch, ops, hf.rules)
+        cache = hf.cache_class(pool, batch, ops, hf.rules)
         with hf.hooked(), hf.taps.collected(lambda _, result: results.append(result)):
             logits = hf.call(batch.token_ids[None], batch.positions[None], cache, wanted)
         return logits[0], results[0][0]
@@ -144,8 +143,7 @@ def _expect_full_attention(target: RaggedModel) -> None:
     if limited:
         raise NotYetSupportedError(
             f"{target.name} has sliding windows, chunks or indexers in {len(limited)} of its "
-            f"{target.hf.config.num_hidden_layers} layers; MTP layers are served for targets without them. Use another "
-            "drafter."
+            f"{target.hf.num_layers} layers; MTP layers are served for targets without them. Use another drafter."
         )
 
 
