@@ -21,8 +21,11 @@ SERVED = re.findall(r"^\| ([\w-]+) \| served", (ROOT / "docs/models.md").read_te
 WITHOUT_FINAL = {"minicpm3", "modernbert-decoder", "bert", "electra", "ernie", "roc_bert"}
 WITHOUT_TAPS = {  # and why
     "gemma3n_text": r"do not pass on hidden states \[1, rows, size\]",  # four streams
+    "hy_v4": r"do not pass on hidden states \[1, rows, size\]",  # four streams
     "longcat_flash": "no ModuleList of 8 layers",  # two attentions in each of 4 layers
 }
+# Their output_hidden_states begin behind the first layer: the embeddings, tap 0, are not among them.
+WITHOUT_EMBEDDINGS = {"falcon_mamba", "mamba", "mamba2"}
 
 
 def dense(model, taps, token_ids):
@@ -41,8 +44,10 @@ def test_taps_are_output_hidden_states(architecture):
         return
     with torch.inference_mode():  # not of the same object, because hooks stay on it
         states = unmodified(token_ids[None], output_hidden_states=True).hidden_states
-    found = dense(model, tuple(range(len(states))), token_ids)
-    assert torch.equal(found[:, :-1], torch.stack(states[:-1], dim=2)[0]), "tap L is not normed, the last state is"
+    if architecture in WITHOUT_EMBEDDINGS:
+        states = (unmodified.get_input_embeddings()(token_ids[None]), *states)
+    taps = tuple(range(len(states) - 1))  # the last state is normed, which no tap is
+    assert torch.equal(dense(model, taps, token_ids), torch.stack(states[:-1], dim=2)[0])
     if architecture in WITHOUT_FINAL:
         with pytest.raises(sd.UnsupportedModelError, match="between its decoder and its output layer"):
             dense(model, ("final",), token_ids)
