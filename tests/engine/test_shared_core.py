@@ -12,14 +12,14 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.kv_cache.page_pool import PagePool
-from support.grids import each_value_once
+from support.grids import each_value_once, grid
 from support.models import tiny_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=12)
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 
 
-@pytest.fixture(params=[{}, {"enforce_eager": True}], ids=str)
+@pytest.fixture(params=grid([{}, {"enforce_eager": True}], keep=[{}]), ids=str)
 def pair(request):
     model = tiny_model("llama")
     return sd.Engine(model, model, max_batch_size=2, **request.param)

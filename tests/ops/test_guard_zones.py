@@ -89,7 +89,9 @@ NAMED: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], list[Tensor]],
     "selective_scan_rows_": (("pools",), named_by_state),
 }
 SWEEP = [
-    pytest.param(op, backend, case, id=f"{op.name}-{backend}-{case.name}")
+    pytest.param(
+        op, backend, case, id=f"{op.name}-{backend}-{case.name}", marks=() if backend == "cpp" else pytest.mark.grid
+    )
     for op in all_ops().values()
     if op.name in NAMED
     for backend in op.implementations

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from support.grids import grid
+
 pytest.importorskip("triton")
 
 COMMON = """
@@ -47,10 +49,11 @@ def run(compiler):
     return lambda script: compiler.run(COMMON + script)
 
 
-def test_the_cases_of_the_ops_launch_what_is_listed(run):
+@pytest.mark.parametrize("dtype", grid(["float32", "float16", "bfloat16"], keep=["bfloat16"]))
+def test_the_cases_of_the_ops_launch_what_is_listed(run, dtype):
     """Types, what is specialised as a multiple of 16 and flags, together; of listed sizes tiles and options as well."""
-    found = run("""
-notes = notes_of(calls_of_cases((torch.float32, torch.float16, torch.bfloat16), benchmarks=False), TARGET)
+    found = run(f"""
+notes = notes_of(calls_of_cases((torch.{dtype},), benchmarks=False), TARGET)
 print(len(notes), sum(with_sizes(note.asked) in SIZES for note in notes), *unlisted(notes), sep="\\n")
 """).splitlines()
     assert int(found[0]) > 60
