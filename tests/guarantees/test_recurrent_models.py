@@ -65,15 +65,19 @@ def pair(request):
     return target, noisy_copy(target), results(sd.Engine(target, None, max_batch_size=1))
 
 
+SIZES = {
+    "alone": {"max_batch_size": 1, "num_draft_tokens": 4},
+    "three": {"max_batch_size": 3, "num_draft_tokens": 1},
+    "all": {"max_batch_size": 8, "num_draft_tokens": 7},
+}
+SCHEDULES = {"exspec": {"method": "exspec"}, "eqspec-chunks": {"method": "eqspec", "max_prefill_tokens": 5}}
+
+
 @each_value_once("pair")
 @combinations(
     drafter=["model", "ngram"],
-    sizes={
-        "alone": {"max_batch_size": 1, "num_draft_tokens": 4},
-        "three": {"max_batch_size": 3, "num_draft_tokens": 1},
-        "all": {"max_batch_size": 8, "num_draft_tokens": 7},
-    },
-    schedule={"exspec": {"method": "exspec"}, "eqspec-chunks": {"method": "eqspec", "max_prefill_tokens": 5}},
+    sizes=SIZES,
+    schedule=SCHEDULES,
     enforce_eager=[False, True],
 )
 def test_bits_equal_plain_decoding(pair, drafter, sizes, schedule, enforce_eager):
@@ -276,7 +280,9 @@ def test_clients_of_a_service_get_the_same_bits(pair):
     assert asyncio.run(main()) == expected
 
 
-def test_eagle3_reads_the_hidden_states_of_a_recurrent_target(pair, tmp_path):
+@each_value_once("pair")
+@combinations(sizes=SIZES, schedule=SCHEDULES)
+def test_eagle3_reads_the_hidden_states_of_a_recurrent_target(pair, sizes, schedule, tmp_path):
     """Layers of any kind have taps; with trees the engine refuses it."""
     target, _, expected = pair
     write_checkpoint(tmp_path, target)
@@ -284,7 +290,7 @@ def test_eagle3_reads_the_hidden_states_of_a_recurrent_target(pair, tmp_path):
         with pytest.raises(sd.UnsupportedModelError, match=r"do not pass on hidden states .* of one dtype"):
             sd.Engine(target, f"eagle3:{tmp_path}")
         return
-    engine = sd.Engine(target, f"eagle3:{tmp_path}", max_batch_size=3, num_draft_tokens=3)
+    engine = sd.Engine(target, f"eagle3:{tmp_path}", **sizes, **schedule)
     assert results(engine) == expected
     assert engine.last_run.decoding.num_draft_tokens > 0
     with pytest.raises(sd.NotYetSupportedError, match="use a drafter of chains"):
