@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from bench.common import recurrences
-from bench.common.references import attention_in_float64, grouped_linear_in_float64, linear_in_float64
+from bench.common.references import (
+    attention_in_float64,
+    grouped_linear_in_float64,
+    linear_in_float64,
+    quantized_linear_in_float64,
+)
 from specdec_fast.ops import Op
 
 BASELINE = "torch"  # the backend of the oracle, which runs anywhere
@@ -20,6 +25,7 @@ BASELINE = "torch"  # the backend of the oracle, which runs anywhere
 TRUTH: Mapping[str, Callable[..., Any]] = {
     "paged_attention": attention_in_float64,
     "linear": linear_in_float64,
+    "quantized_linear": quantized_linear_in_float64,
     "grouped_linear": grouped_linear_in_float64,
     "conv_rows_": recurrences.conv_in_float64,
     "linear_attention_rows_": recurrences.linear_attention_in_float64,
@@ -28,6 +34,7 @@ TRUTH: Mapping[str, Callable[..., Any]] = {
 LONGEST_SUM: Mapping[str, Callable[[dict[str, Any]], int]] = {
     "paged_attention": lambda args: args["batch"].max_seqlen_k,
     "linear": lambda args: args["rows"].shape[1],
+    "quantized_linear": lambda args: args["rows"].shape[1],
     "grouped_linear": lambda args: args["rows"].shape[2],
     "conv_rows_": recurrences.conv_terms,
     "linear_attention_rows_": recurrences.linear_attention_terms,

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from bench.common.timing import Call
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.ops.quantized_linear import rounded_blocks
+from specdec_fast.quantization.packed_weight import PackedWeight, dequantized
 from specdec_fast.trees.rows import TREE_MASK_BITS
 
 ROW_BLOCK = 256  # rows whose scores are computed in fp64 at once
@@ -159,6 +161,17 @@ def linear_in_float64(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """Compute ``linear`` by its definition in fp64."""
     products = rows.double() @ weight.double().T
     return products if bias is None else products + bias.double()
+
+
+def quantized_linear_in_float64(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Compute ``quantized_linear`` by its definition in fp64; rounded rows are what the definition rounds in fp32."""
+    numbers = rows.double()
+    if weight.rounds_rows:
+        missing = weight.codes.shape[1] * weight.block_size - weight.in_features
+        blocks = pad(rows.float(), (0, missing)).unflatten(1, (-1, weight.block_size))
+        whole, steps = rounded_blocks(blocks)
+        numbers = (whole.double() * steps.double()[..., None]).flatten(1)[:, : weight.in_features]
+    return linear_in_float64(numbers, dequantized(weight), bias)
 
 
 def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

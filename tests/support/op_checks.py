@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench.common import recurrences
 from bench.common.correctness_gate import exact_part, rounded_part
+from bench.common.references import quantized_linear_in_float64
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import BACKENDS, Op, all_ops, registry
 from support.op_cases import attention_in_fp64
@@ -71,6 +72,7 @@ def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, 
 REFERENCES: dict[str, Callable[..., Any]] = {
     "paged_attention": attention_in_fp64,
     "linear": linear_in_float64,
+    "quantized_linear": lambda **args: quantized_linear_in_float64(**args).cpu(),
     "grouped_linear": grouped_linear_in_float64,
     "conv_rows_": recurrences.conv_in_float64,
     "linear_attention_rows_": recurrences.linear_attention_in_float64,

@@ -1,0 +1,179 @@
+"""A quantised weight matrix in the layout that the op ``quantized_linear`` reads, and conversions from and to codes.
+
+Outputs are divided into panels of 16, inputs into blocks of 32 (or 16). The codes of a block lie together: word ``w``
+of lane ``o`` is an int32 of output ``o``, so the 16 lanes of a word are 64 contiguous bytes, an AVX-512 register.
+
+* 8-bit codes: byte ``j`` of word ``w`` is the code of input ``4 w + j``.
+* 4-bit codes: the low half of byte ``j`` of word ``w`` is the code of input ``8 w + j``, the high half that of input
+  ``8 w + 4 + j``.
+
+Inputs after the last one and outputs after the last one have code 0 and scale 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+PANEL = 16  # outputs of a panel
+BLOCK = 32  # inputs of a block, if scales do not ask for shorter ones
+SHORT_BLOCK = 16
+TABLE_SIZE = 16  # values that a 4-bit code can have
+# How a code becomes a value: two's complement, OCP float8 with 4 bits of exponent, or the entry of a table of 16.
+INT8 = "int8"
+FLOAT8 = "float8_e4m3"
+TABLE = "table"
+KINDS = (INT8, FLOAT8, TABLE)
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """Weights ``[out_features, in_features]``: ``scale * value(code) + minimum``, with one scale per output and group.
+
+    Attributes:
+        codes: ``[panels, blocks, words, 16]`` int32, contiguous; see the module.
+        scales: ``[panels, groups, 16]`` fp32, fp16 or bf16, contiguous.
+        mins: what every weight of a group has in addition, shape and dtype as ``scales``; None: nothing.
+        table: ``[16]`` fp32, the values of 4-bit codes; None: codes have 8 bits.
+        in_features, out_features: of the matrix, without padding.
+        group_size: inputs that share a scale, a multiple of the block's.
+        kind: ``INT8``, ``FLOAT8`` or ``TABLE``.
+        rounds_rows: whether the op rounds each block of a row to 8-bit integers, so that products are exact integers.
+            Values must be whole numbers then.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    mins: Tensor | None
+    table: Tensor | None
+    in_features: int
+    out_features: int
+    group_size: int
+    kind: str
+    rounds_rows: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """The inputs of a block."""
+        return self.codes.shape[2] * (4 if self.table is None else 8)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that it consists of."""
+        return [each for each in (self.codes, self.scales, self.mins, self.table) if each is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it holds."""
+        return sum(each.nbytes for each in self.tensors)
+
+
+def packed_bytes(
+    out_features: int, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, has_mins: bool
+) -> int:
+    """Return the bytes of a packed weight, without packing one."""
+    panels = -(-out_features // PANEL)
+    block = block_size_of(group_size)
+    words = -(-in_features // block) * block * bits // 32
+    groups = -(-in_features // group_size)
+    table = TABLE_SIZE * 4 if bits == 4 else 0
+    return panels * PANEL * (4 * words + groups * scale_dtype.itemsize * (2 if has_mins else 1)) + table
+
+
+def block_size_of(group_size: int) -> int:
+    """Return the inputs of a block for a group size. Raises ValueError if no block size divides it."""
+    for size in (BLOCK, SHORT_BLOCK):
+        if group_size > 0 and group_size % size == 0:
+            return size
+    raise ValueError(f"group_size is {group_size}; expected a positive multiple of {SHORT_BLOCK}.")
+
+
+def pack(
+    codes: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    table: Tensor | None,
+    group_size: int,
+    kind: str,
+    rounds_rows: bool = False,
+) -> PackedWeight:
+    """Pack codes.
+
+    Args:
+        codes: ``[out_features, in_features]`` uint8: 4-bit codes, or the bits of 8-bit codes.
+        scales: ``[out_features, groups]``.
+        mins: shape and dtype of ``scales``, or None.
+        table: ``[16]``, for 4-bit codes; None: codes have 8 bits.
+        group_size: inputs that share a scale; the last group may be shorter.
+        kind, rounds_rows: see :class:`PackedWeight`.
+
+    Raises ValueError if shapes do not fit together.
+    """
+    out_features, in_features = codes.shape
+    num_groups = -(-in_features // group_size)
+    for name, tensor in (("scales", scales), ("mins", mins)):
+        if tensor is not None and tuple(tensor.shape) != (out_features, num_groups):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{out_features}, {num_groups}].")
+    block = block_size_of(group_size)
+    num_blocks = -(-in_features // block)
+    panels = -(-out_features // PANEL)
+    missing = (0, num_blocks * block - in_features, 0, panels * PANEL - out_features)
+    lanes = pad(codes, missing).view(panels, PANEL, num_blocks, block)
+    if table is None:
+        parts = lanes.view(panels, PANEL, num_blocks, block // 4, 4)
+    else:
+        halves = lanes.view(panels, PANEL, num_blocks, block // 8, 2, 4)
+        parts = halves[..., 0, :] | (halves[..., 1, :] << 4)
+    words = parts.permute(0, 2, 3, 1, 4).contiguous().view(torch.int32).squeeze(-1)  # little-endian, as everywhere
+    packed_table = None if table is None else table.to(torch.float32).contiguous()
+    packed_mins = None if mins is None else _by_panel(mins, panels)
+    return PackedWeight(
+        words, _by_panel(scales, panels), packed_mins, packed_table,
+        in_features, out_features, group_size, kind, rounds_rows,
+    )  # fmt: skip
+
+
+def codes_of(weight: PackedWeight) -> Tensor:
+    """Return ``[out_features, in_features]`` uint8: the codes that ``pack`` packed."""
+    panels, num_blocks = weight.codes.shape[:2]
+    parts = weight.codes.unsqueeze(-1).view(torch.uint8).permute(0, 3, 1, 2, 4)  # [panels, lanes, blocks, words, bytes]
+    if weight.table is not None:
+        parts = torch.stack([parts & 15, parts >> 4], dim=-2)
+    lanes = parts.reshape(panels * PANEL, num_blocks * weight.block_size)
+    return lanes[: weight.out_features, : weight.in_features]
+
+
+def values_of(weight: PackedWeight) -> Tensor:
+    """Return ``[out_features, in_features]`` fp32: the values of the codes, without scales."""
+    codes = codes_of(weight)
+    if weight.table is not None:
+        return weight.table[codes.long()]
+    return codes.view(torch.int8 if weight.kind == INT8 else torch.float8_e4m3fn).float()
+
+
+def scales_of(weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
+    """Return ``[out_features, groups]`` of scales and of minima, in their dtype."""
+    scales = _by_output(weight.scales)[: weight.out_features]
+    return scales, None if weight.mins is None else _by_output(weight.mins)[: weight.out_features]
+
+
+def dequantized(weight: PackedWeight, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the weights ``[out_features, in_features]`` that the codes stand for."""
+    scales, mins = scales_of(weight)
+    size = weight.group_size
+    each = scales.to(dtype).repeat_interleave(size, dim=1)[:, : weight.in_features]
+    weights = values_of(weight).to(dtype) * each
+    return weights if mins is None else weights + mins.to(dtype).repeat_interleave(size, dim=1)[:, : weight.in_features]
+
+
+def _by_panel(numbers: Tensor, panels: int) -> Tensor:
+    padded = pad(numbers, (0, 0, 0, panels * PANEL - len(numbers)))
+    return padded.view(panels, PANEL, -1).transpose(1, 2).contiguous()
+
+
+def _by_output(numbers: Tensor) -> Tensor:
+    return numbers.transpose(1, 2).flatten(0, 1)
