@@ -163,6 +163,12 @@ void bind_program(py::module_& m) {
              self.add(LinearStep{static_cast<DType>(dtype), in, out, in_offset, sizes[0], sizes[1], sizes[2],
                                  pointer<const void>(weight), pointer<const void>(bias), transposed});
            })
+      .def("add_packed_linear",
+           [](Program& self, int dtype, int in, int out, std::int64_t in_offset, std::int64_t num_vectors,
+              const PackedTuple& weight, std::uintptr_t bias) {
+             self.add(PackedLinearStep{static_cast<DType>(dtype), in, out, in_offset, num_vectors, packed_weight(weight),
+                                       pointer<const void>(bias)});
+           })
       .def("add_grouped_linear",
            [](Program& self, int dtype, std::array<int, 3> buffers, std::array<std::int64_t, 2> offsets,
               std::array<std::int64_t, 5> sizes, std::uintptr_t weight, std::uintptr_t bias, bool transposed) {

@@ -21,6 +21,7 @@
 #include "ops/linear_transposed.h"
 #include "ops/noise_words.h"
 #include "ops/paged_attention.h"
+#include "ops/quantized_linear.h"
 #include "ops/realign_kv.h"
 #include "ops/recurrent_rows.h"
 #include "ops/selective_scan_rows.h"
@@ -28,7 +29,9 @@
 
 namespace {
 
+using specdec::PackedTuple;
 using specdec::Sinks;
+using specdec::packed_weight;
 using specdec::pointer;
 using specdec::sampling_at;
 
@@ -95,6 +98,12 @@ std::int64_t linear_bytes(int dtype, std::array<std::int64_t, 3> shape, bool tra
   const auto count = transposed ? specdec::linear_transposed_bytes : specdec::linear_bytes;
   return count({static_cast<specdec::DType>(dtype), shape[0], shape[1], shape[2], nullptr, shape[1], nullptr, nullptr,
                 nullptr, num_threads});
+}
+
+void quantized_linear(int dtype, std::int64_t num_rows, std::uintptr_t rows, std::int64_t row_stride, const PackedTuple& weight,
+                      std::uintptr_t bias, std::uintptr_t out, int num_threads) {
+  specdec::quantized_linear({static_cast<specdec::DType>(dtype), num_rows, pointer<const void>(rows), row_stride,
+                             packed_weight(weight), pointer<const void>(bias), pointer<void>(out), num_threads});
 }
 
 void grouped_linear(int dtype, std::array<std::int64_t, 6> shape, std::uintptr_t rows, std::uintptr_t expert_ids,
@@ -201,6 +210,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_versions", &specdec::attention_versions);
   m.def("choose_attention_version", &specdec::choose_attention_version);
   m.def("philox4x32", &philox4x32);
+  m.def("quantized_linear", &quantized_linear, ReleaseGil());
+  m.def("quantized_linear_bytes", &specdec::quantized_linear_bytes);
+  m.def("quantized_linear_versions", &specdec::quantized_linear_versions);
+  m.def("choose_quantized_linear_version", &specdec::choose_quantized_linear_version);
   m.def("realign_kv", &realign_kv, ReleaseGil());
   m.def("recurrent_versions", &specdec::recurrent_versions);
   m.def("choose_recurrent_version", &specdec::choose_recurrent_version);

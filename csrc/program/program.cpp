@@ -49,8 +49,8 @@ struct RowOps {
 };
 
 struct Program::Step {
-  std::variant<RowOps, LinearStep, GroupedLinearStep, AppendStep, AttendStep, ConvolveStep, AttendLinearlyStep, ScanStep,
-               GatherStep>
+  std::variant<RowOps, LinearStep, PackedLinearStep, GroupedLinearStep, AppendStep, AttendStep, ConvolveStep,
+               AttendLinearlyStep, ScanStep, GatherStep>
       what;
 };
 
@@ -77,6 +77,12 @@ void Program::add(const RowOp& op, Domain domain) {
 
 void Program::add(const LinearStep& step) {
   use_huge_pages(step.weight, step.in_features * step.out_features * item_size(step.dtype));
+  steps_.push_back({step});
+}
+
+void Program::add(const PackedLinearStep& step) {
+  const PackedWeight& weight = step.weight;
+  use_huge_pages(weight.codes, weight.num_panels() * weight.num_blocks() * weight.words() * kPanelOutputs * 4);
   steps_.push_back({step});
 }
 
@@ -167,6 +173,8 @@ void Program::run(const Forward& forward) {
       run_row_ops(step, run);
     } else if (const auto* linear = std::get_if<LinearStep>(&step.what)) {
       run_linear(*linear, run);
+    } else if (const auto* packed = std::get_if<PackedLinearStep>(&step.what)) {
+      run_packed_linear(*packed, run);
     } else if (const auto* grouped = std::get_if<GroupedLinearStep>(&step.what)) {
       run_grouped_linear(*grouped, run);
     } else if (const auto* append = std::get_if<AppendStep>(&step.what)) {

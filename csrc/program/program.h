@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/dtype.h"
+#include "ops/quantized_linear.h"
 #include "ops/recurrent_rows.h"
 #include "program/rowwise.h"
 
@@ -42,6 +43,15 @@ struct LinearStep {
   std::int64_t in_features, out_features;
   const void *weight, *bias;  // bias may be null
   bool transposed;            // weight is [in_features, out_features]
+};
+
+struct PackedLinearStep {
+  DType dtype;               // of vectors, bias and result
+  int in, out;               // buffers
+  std::int64_t in_offset;    // bytes
+  std::int64_t num_vectors;  // products per row
+  PackedWeight weight;
+  const void* bias;          // may be null
 };
 
 struct GroupedLinearStep {  // see grouped_linear.h
@@ -155,6 +165,7 @@ class Program {
   void add(const Buffer& buffer) { buffers_.push_back(buffer); }
   void add(const RowOp& op, Domain domain);
   void add(const LinearStep& step);
+  void add(const PackedLinearStep& step);
   void add(const GroupedLinearStep& step);
   void add(const AppendStep& step);
   void add(const AttendStep& step);
@@ -184,6 +195,7 @@ class Program {
   std::int64_t shared_bytes(std::int64_t num_rows, std::int64_t num_logit_rows) const;
   void run_row_ops(const Step& step, Run& run);
   void run_linear(const LinearStep& step, const Run& run) const;
+  void run_packed_linear(const PackedLinearStep& step, const Run& run) const;
   void run_grouped_linear(const GroupedLinearStep& step, const Run& run) const;
   void run_append(const AppendStep& step, const Run& run) const;
   void run_attend(const AttendStep& step, const Run& run) const;

@@ -13,6 +13,7 @@
 #include "ops/linear_attention_rows.h"
 #include "ops/linear_transposed.h"
 #include "ops/paged_attention.h"
+#include "ops/quantized_linear.h"
 #include "ops/selective_scan_rows.h"
 #include "program/program.h"
 #include "program/run.h"
@@ -26,6 +27,14 @@ void Program::run_linear(const LinearStep& step, const Run& run) const {
   const auto compute = step.transposed ? linear_transposed : linear;
   compute({step.dtype, num_rows * step.num_vectors, step.in_features, step.out_features, in.base + step.in_offset,
            row_stride, step.weight, step.bias, run.buffers[step.out].base, run.forward.num_threads});
+}
+
+void Program::run_packed_linear(const PackedLinearStep& step, const Run& run) const {
+  const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
+  const Location& in = run.buffers[step.in];
+  const std::int64_t row_stride = step.num_vectors == 1 ? in.row_stride / item_size(step.dtype) : step.weight.in_features;
+  quantized_linear({step.dtype, num_rows * step.num_vectors, in.base + step.in_offset, row_stride, step.weight, step.bias,
+                    run.buffers[step.out].base, run.forward.num_threads});
 }
 
 void Program::run_grouped_linear(const GroupedLinearStep& step, const Run& run) const {

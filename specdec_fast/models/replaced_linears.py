@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.model_watch import OwnForward, replaced_forward
+from specdec_fast.models.quantized_linears import QuantizedLinear
 from specdec_fast.models.row_counts import FUNCTIONS, chunks, is_aligned, kind_of, sizes_of
 from specdec_fast.ops import Ops
 from specdec_fast.ops.checks import FLOATS, stored
@@ -40,6 +41,7 @@ class Linears:
 
     def __init__(self, model: nn.Module, ops: Ops) -> None:
         self._own = (ops.unchecked or ops).linear if ops.is_invariant("linear") else None
+        self._quantized = (ops.unchecked or ops).quantized_linear
         self.sees_all = False  # whether calls outside of modules are intercepted
         # ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once
         self.real_rows: Mapping[int, int] | None = None
@@ -49,7 +51,8 @@ class Linears:
     def served(self, are_chunked: bool) -> list[nn.Module]:
         """Return the modules that the op ``linear`` computes, with or without chunks."""
         smallest = 0 if are_chunked else SMALLEST
-        return [m for m, name in self._exchanged if self._serves(name, m.weight, m.bias, smallest)]
+        plain = (each for each in self._exchanged if each[1] != _QUANTIZED)
+        return [m for m, name in plain if self._serves(name, m.weight, m.bias, smallest)]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -101,10 +104,23 @@ class Linears:
         return weight.dtype in FLOATS and all(t.is_contiguous() and t.dtype == weight.dtype for t in tensors)
 
     def _forward(self, module: Any, function: str, rows: Tensor) -> Tensor:
+        if function == _QUANTIZED:
+            return self._multiply(module, rows)
         return self.compute(function, rows, module.weight, module.bias)
+
+    def _multiply(self, module: QuantizedLinear, rows: Tensor) -> Tensor:
+        """Compute a quantised linear; padding is computed as well, because the op has one order for any number."""
+        flat = stored(rows).reshape(-1, rows.shape[-1])
+        out: Tensor = invariant_call(self._quantized, flat, module.packed, module.bias)
+        return out.view(*rows.shape[:-1], module.out_features)
+
+
+_QUANTIZED = "quantized"
 
 
 def _function_of(module: nn.Module) -> str | None:
+    if isinstance(module, QuantizedLinear):
+        return _QUANTIZED if replaced_forward(module) is None else None
     if replaced_forward(module) is not None or type(getattr(module, "weight", None)) not in _PLAIN:
         return None  # other code has replaced it, or it is quantised
     if type(module).forward is nn.Linear.forward:

@@ -57,7 +57,9 @@ class RowMixing(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.mixing_op is None and not in_invariant_call() and any(map(self._has_rows, _tensors((args, kwargs)))):
+        # the library's own ops compute each row from that row alone
+        is_known = self.mixing_op is not None or func.namespace == "specdec_fast" or in_invariant_call()
+        if not is_known and any(map(self._has_rows, _tensors((args, kwargs)))):
             reason = self._reason(func, args, kwargs)
             if (
                 reason is not None and func._can_decompose()

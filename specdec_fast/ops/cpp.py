@@ -11,6 +11,7 @@ from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.recurrent_batch import LinearAttentionParams, RecurrentBatch
 from specdec_fast.batch.sampling_batch import Sampling, addresses_of
+from specdec_fast.quantization.packed_weight import KINDS, PackedWeight
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/kernels/dtype.h
 
@@ -77,6 +78,32 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         torch.get_num_threads(),
     )
     return out
+
+
+def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Run ``csrc/ops/quantized_linear.cpp``; the contract is the oracle's."""
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = rows.new_empty(rows.shape[0], weight.out_features)
+    _C.quantized_linear(
+        DTYPE_CODES[rows.dtype],
+        rows.shape[0],
+        rows.data_ptr(),
+        rows.stride(0),
+        addresses_of_packed(weight),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def addresses_of_packed(weight: PackedWeight) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return addresses and sizes of a packed weight, in the order of PackedTuple in csrc/bindings.h."""
+    tensors = (weight.codes, weight.scales, weight.mins, weight.table)
+    sizes = (weight.in_features, weight.out_features, weight.block_size, weight.group_size)
+    formats = (KINDS.index(weight.kind), DTYPE_CODES[weight.scales.dtype], int(weight.rounds_rows))
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors), (*sizes, *formats)
 
 
 def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -116,9 +116,10 @@ def check_packed(weight: PackedWeight, device: torch.device) -> None:
 OP = Op(
     name="quantized_linear",
     implementations={
+        "cpp": "specdec_fast.ops.cpp:quantized_linear",
         "torch": "specdec_fast.ops.quantized_linear:quantized_linear",
     },
     check=_check,
     exact=False,
-    invariant=frozenset({"torch"}),
+    invariant=frozenset({"torch", "cpp"}),
 )

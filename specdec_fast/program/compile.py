@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ from specdec_fast.program.record.row_views import NotLowerableError
 from specdec_fast.program.record.tape import Tape
 from specdec_fast.program.record.tape_values import Index
 from specdec_fast.program.record.tracer import Recorder
+from specdec_fast.quantization.packed_weight import PackedWeight
 
 # Numbers of rows, and of rows whose logits are wanted: odd and even, and unlikely to be a size of a model. There are
 # two pairs, so that a size that is mistaken for the number of rows in one recording is not in the other.
@@ -200,7 +202,14 @@ def _addresses(instructions: list[Instruction]) -> set[int]:
 def _constants(instruction: Instruction) -> list[Tensor]:
     if isinstance(instruction, RowOp):
         return [operand.source for operand in instruction.inputs if isinstance(operand.source, Tensor)]
-    return [value for value in vars(instruction).values() if isinstance(value, Tensor)]
+    return [value for value in _fields(instruction) if isinstance(value, Tensor)]
+
+
+def _fields(instruction: Instruction) -> list[Any]:
+    """Return the fields of an instruction; those of a packed weight instead of it."""
+    values = vars(instruction).values()
+    parts = [vars(value).values() if isinstance(value, PackedWeight) else (value,) for value in values]
+    return list(chain.from_iterable(parts))
 
 
 def _batch(layout: KVLayout, num_rows: int) -> tuple[RaggedBatch, PagePool]:
@@ -221,7 +230,7 @@ def _comparable(instruction: Instruction, watched: set[int]) -> tuple[Any, ...]:
     if isinstance(instruction, RowOp):
         operands = [_operand_key(operand, watched) for operand in (*instruction.inputs, instruction.out)]
         return (instruction.code, instruction.shape, repr(instruction.scalar), instruction.by_position, operands)
-    fields = vars(instruction).values()
+    fields = _fields(instruction)
     return tuple(_constant_key(value, watched) if isinstance(value, Tensor) else value for value in fields)
 
 

@@ -22,6 +22,7 @@ from specdec_fast.program.plan.ir import (
     Convolve,
     GroupedLinear,
     Linear,
+    PackedLinear,
     Plan,
     Scan,
 )
@@ -159,6 +160,7 @@ _OF_INSTRUCTION = {
     Append: "append_kv_",
     Attend: "paged_attention",
     Linear: "linear",
+    PackedLinear: "quantized_linear",
     GroupedLinear: "grouped_linear",
     Convolve: "conv_rows_",
     AttendLinearly: "linear_attention_rows_",

@@ -136,7 +136,7 @@ def test_recurrent_ops_have_working_memory(op):
     plan = plan_of(tiny_hybrid(OPS[op]))
     (step, *_) = (step for step in plan.instructions if isinstance(step, Recurrent))
     alone = replace(plan, instructions=[step])
-    of_one, of_four = (working_bytes(alone, 8, 1, threads, lambda *_: 0) for threads in (1, 4))
+    of_one, of_four = (working_bytes(alone, 8, 1, threads, lambda *_: 0, lambda *_: 0) for threads in (1, 4))
     assert 0 < 4 * of_one == of_four
 
 

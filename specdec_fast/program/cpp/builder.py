@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
-from specdec_fast.ops.cpp import DTYPE_CODES
+from specdec_fast.ops.cpp import DTYPE_CODES, addresses_of_packed
 from specdec_fast.program.plan.ir import (
     MAX_RANK,
     ROW_CODES,
@@ -21,6 +21,7 @@ from specdec_fast.program.plan.ir import (
     Heads,
     Linear,
     Operand,
+    PackedLinear,
     Plan,
     RowOp,
     Scan,
@@ -69,6 +70,19 @@ def _(step: Linear, program: _C.Program, plan: Plan) -> None:
     add = program.add_linear
     is_transposed = not weight.is_contiguous()
     add(DTYPE_CODES[dtype], step.source, step.out, offset, sizes, weight.data_ptr(), bias, is_transposed)
+
+
+@_add.register
+def _(step: PackedLinear, program: _C.Program, plan: Plan) -> None:
+    program.add_packed_linear(
+        DTYPE_CODES[step.dtype],
+        step.source,
+        step.out,
+        step.offset * step.dtype.itemsize,
+        step.num_vectors,
+        addresses_of_packed(step.weight),
+        0 if step.bias is None else step.bias.data_ptr(),
+    )
 
 
 @_add.register

@@ -17,6 +17,7 @@ from specdec_fast.program.cpp.builder import built
 from specdec_fast.program.executors import DraftedTrees, ForwardProgram, Projection, TokenChoice, TreeRules
 from specdec_fast.program.plan.ir import Plan
 from specdec_fast.program.plan.working_memory import working_bytes
+from specdec_fast.quantization.packed_weight import PackedWeight
 
 _NO_TAPS = torch.empty(0, device="cpu")
 
@@ -70,7 +71,8 @@ class Program(ForwardProgram):
 
     def working_bytes(self, num_rows: int, num_logit_rows: int) -> int:
         linear_bytes = partial(_C.linear_bytes, DTYPE_CODES[self._plan.dtype])
-        return working_bytes(self._plan, num_rows, num_logit_rows, torch.get_num_threads(), linear_bytes)
+        threads = torch.get_num_threads()
+        return working_bytes(self._plan, num_rows, num_logit_rows, threads, linear_bytes, _packed_linear_bytes)
 
     def release(self) -> None:
         self._program.release()
@@ -236,6 +238,11 @@ class Program(ForwardProgram):
         if num_rows not in self._every_row:
             self._every_row[num_rows] = torch.arange(num_rows, device="cpu")
         return self._every_row[num_rows]
+
+
+def _packed_linear_bytes(num_rows: int, weight: PackedWeight, num_threads: int) -> int:
+    sizes = (num_rows, weight.in_features, weight.block_size)
+    return int(_C.quantized_linear_bytes(*sizes, weight.rounds_rows, num_threads))
 
 
 def _forward(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specdec_fast.kv_cache.layer_layout import KVShape
+    from specdec_fast.quantization.packed_weight import PackedWeight
 
 # In the order of RowCode in csrc/program/rowwise.h.
 UNARY = (
@@ -121,6 +122,23 @@ class Linear(OneResult):
     offset: int
     num_vectors: int
     weight: Tensor
+    bias: Tensor | None
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        return [self.source]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLinear(OneResult):
+    """``num_vectors`` vectors per row times a packed weight; see ``ops/quantized_linear.py``."""
+
+    source: int
+    offset: int
+    num_vectors: int
+    dtype: torch.dtype  # of vectors, bias and result
+    weight: PackedWeight
     bias: Tensor | None
     out: int
 
@@ -263,7 +281,7 @@ class Scan(OneResult):
 
 
 Recurrent = Convolve | AttendLinearly | Scan
-Instruction = RowOp | Linear | GroupedLinear | Append | Attend | Gather | Recurrent
+Instruction = RowOp | Linear | PackedLinear | GroupedLinear | Append | Attend | Gather | Recurrent
 
 # Places of buffers: shared memory, a thread's own, and what a forward returns, writes into or receives.
 ARENA, SCRATCH, LOGITS, TAPS, INPUTS = range(5)

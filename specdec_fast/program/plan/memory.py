@@ -20,6 +20,7 @@ from specdec_fast.program.plan.ir import (
     Gather,
     Instruction,
     Linear,
+    PackedLinear,
     Placed,
     RowOp,
 )
@@ -52,7 +53,7 @@ def gathers_first(instructions: Sequence[Instruction], buffers: list[Buffer]) ->
         writers = [each for each in ordered if gather.source in each.writes]
         readers = [each for each in ordered if gather.source in each.reads]
         linear = writers[-1] if writers else None
-        if len(writers) + len(readers) > 2 or not isinstance(linear, Linear) or linear.num_vectors > 1:
+        if len(writers) + len(readers) > 2 or not isinstance(linear, Linear | PackedLinear) or linear.num_vectors > 1:
             continue
         source = buffers[linear.source]
         buffers.append(replace(source, domain=LOGIT_ROWS))
@@ -67,10 +68,10 @@ def linears_first(instructions: Sequence[Instruction]) -> list[Instruction]:
     ordered: list[Instruction] = []
     for instruction in instructions:
         place = len(ordered)
-        if isinstance(instruction, Linear):
+        if isinstance(instruction, Linear | PackedLinear):
             while place and not set(ordered[place - 1].writes) & set(instruction.reads):
                 place -= 1
-            while place < len(ordered) and isinstance(ordered[place], Linear):
+            while place < len(ordered) and isinstance(ordered[place], Linear | PackedLinear):
                 place += 1
         ordered.insert(place, instruction)
     return ordered

@@ -13,9 +13,11 @@ from specdec_fast.program.plan.ir import (
     GroupedLinear,
     Instruction,
     Linear,
+    PackedLinear,
     Plan,
     Scan,
 )
+from specdec_fast.quantization.packed_weight import PackedWeight
 
 # Of one task of attention (csrc/kernels/attention_task.h): positions of a tile, the most pairs of a row and a head, and
 # the largest number of lanes to which a value's size is rounded up.
@@ -51,12 +53,13 @@ def working_bytes(
     num_logit_rows: int,
     num_threads: int,
     linear_bytes: Callable[[tuple[int, int, int], bool, int], int],
+    packed_linear_bytes: Callable[[int, PackedWeight, int], int],
 ) -> int:
     """Return an upper bound of what one operation of a program allocates while it runs.
 
     ``num_logit_rows`` are those whose logits are wanted. Each of ``num_threads`` has working memory of its own.
     ``linear_bytes`` returns what a linear allocates, from its rows, inputs and outputs, whether its weight is
-    transposed, and the threads.
+    transposed, and the threads. ``packed_linear_bytes`` does of a quantised one, from its rows, weight and threads.
     """
 
     def of(step: Instruction) -> int:
@@ -65,6 +68,9 @@ def working_bytes(
             out_features, in_features = step.weight.shape
             sizes = rows * step.num_vectors, in_features, out_features
             return linear_bytes(sizes, not step.weight.is_contiguous(), num_threads)
+        if isinstance(step, PackedLinear):
+            rows = num_logit_rows if plan.buffers[step.source].domain == LOGIT_ROWS else num_rows
+            return packed_linear_bytes(rows * step.num_vectors, step.weight, num_threads)
         if isinstance(step, GroupedLinear):  # at worst every row chooses the same expert
             _, out_features, in_features = step.weight.shape
             copies = num_rows * (in_features + out_features) * step.weight.dtype.itemsize

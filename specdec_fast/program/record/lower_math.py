@@ -16,6 +16,7 @@ from specdec_fast.program.record.operands import FLOATS, LARGEST_WHOLE, WHOLE
 from specdec_fast.program.record.row_views import NotLowerableError, RowView
 from specdec_fast.program.record.tape import Tape
 from specdec_fast.program.record.tape_values import Extent, Index, Preceding
+from specdec_fast.quantization.packed_weight import PackedWeight
 
 LOWERED = Lowerings()
 ARITHMETIC = ("add", "sub", "mul", "div")
@@ -26,6 +27,13 @@ def _linear(tape: Tape, result: Tensor, rows: Tensor, weight: Tensor, bias: Tens
     if tape.value(weight) is not None:
         raise NotLowerableError("weights that depend on the rows")
     tape.linear(tape.row_view(rows), weight, bias, result)
+
+
+@LOWERED.entry("quantized_linear.default")
+def _quantized_linear(tape: Tape, result: Tensor, rows: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> None:
+    mins, table, bias, *sizes = others
+    weight = PackedWeight(codes, scales, mins, table, *sizes)
+    tape.quantized_linear(tape.row_view(rows), weight, bias, result)
 
 
 @LOWERED.entry("matmul.default", "mm.default", "bmm.default")

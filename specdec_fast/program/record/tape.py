@@ -24,11 +24,13 @@ from specdec_fast.program.plan.ir import (
     Instruction,
     Linear,
     Operand,
+    PackedLinear,
     RowOp,
 )
 from specdec_fast.program.record.operands import FLOATS, WHOLE, kept, lengths_of, operand_of, sizes_of, strides_of
 from specdec_fast.program.record.row_views import NotLowerableError, RowView, collapsed, dense, row_axis
 from specdec_fast.program.record.tape_values import Complex, Extent, Index, OfAllRows, Overwritten, Preceding, Value
+from specdec_fast.quantization.packed_weight import PackedWeight
 
 
 class Tape:
@@ -193,6 +195,19 @@ class Tape:
         out = self.fresh_like(result, view.axis, view.domain)
         weights = kept(weight), None if bias is None else kept(bias)
         self.instructions.append(Linear(view.buffer, view.offset, num_vectors, *weights, out.buffer))
+        self.bind(result, out)
+
+    def quantized_linear(self, view: RowView, weight: PackedWeight, bias: Tensor | None, result: Tensor) -> None:
+        """Record the op ``quantized_linear`` over the last axis."""
+        if view.axis == len(view.sizes) - 1 or (bias is not None and bias.dtype != view.dtype):
+            raise NotLowerableError("a quantised linear along the rows, or with a bias of another dtype")
+        num_vectors = view.size // view.sizes[-1]
+        if not view.is_dense or (num_vectors > 1 and view.size != self.buffers[view.buffer].size):
+            view = self.copied(view)
+        out = self.fresh_like(result, view.axis, view.domain)
+        bias = None if bias is None else kept(bias)
+        source = (view.buffer, view.offset, num_vectors, view.dtype)
+        self.instructions.append(PackedLinear(*source, weight, bias, out.buffer))
         self.bind(result, out)
 
     def grouped_linear(

@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         self.computed_from.update(read & {_address(tensor) for tensor in constants if tensor.dim() == 0})
         # The program reads weights in place, so that it sees changes; but it must not see what this run writes.
         args = tuple(self._as_it_is(each) for each in args)
-        full_name = str(func).removeprefix("aten.")
+        full_name = str(func).removeprefix("aten.").removeprefix("specdec_fast.")
         name, overload = full_name.split(".")
         in_place = name.endswith("_") and not name.endswith("__") and full_name not in LOWERED
         base = name[:-1] if in_place else name

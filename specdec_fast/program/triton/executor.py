@@ -26,6 +26,7 @@ from specdec_fast.program.plan.ir import (
     GroupedLinear,
     Instruction,
     Linear,
+    PackedLinear,
     Plan,
     Recurrent,
     RowOp,
@@ -128,6 +129,7 @@ class TritonProgram:
             JointLinear: self._joint_linear,
             FusedLinear: self._fused_linear,
             EitherWay: self._either_way,
+            PackedLinear: self._packed_linear,
             GroupedLinear: self._grouped_linear,
             Attend: self._attend,
             Gather: self._gather,
@@ -191,6 +193,17 @@ class TritonProgram:
 
         return launch
 
+    def _packed_linear(self, step: PackedLinear) -> Callable[[DeviceForward], None]:
+        in_features = step.weight.in_features
+
+        def launch(forward: DeviceForward) -> None:
+            rows = forward.memory[step.source]
+            wide = rows[:, step.offset : step.offset + step.num_vectors * in_features].reshape(-1, in_features)
+            out = self._ops.quantized_linear(wide, step.weight, step.bias)
+            forward.memory[step.out] = out.view(len(rows), -1)
+
+        return launch
+
     def _grouped_linear(self, step: GroupedLinear) -> Callable[[DeviceForward], None]:
         in_features = step.weight.shape[2]
 
@@ -249,7 +262,7 @@ def _dtype_of_result(plan: Plan, step: Instruction, dtypes: dict[int, torch.dtyp
         return step.out.dtype
     if isinstance(step, Linear | GroupedLinear):
         return step.weight.dtype
-    if isinstance(step, Recurrent):
+    if isinstance(step, PackedLinear | Recurrent):
         return step.dtype
     return dtypes.get(step.source, plan.dtype) if isinstance(step, Gather) else plan.dtype
 

@@ -23,6 +23,7 @@ from specdec_fast.program.plan.ir import (
     GroupedLinear,
     Instruction,
     Linear,
+    PackedLinear,
     Plan,
     Recurrent,
     RowOp,
@@ -54,7 +55,7 @@ class JointLinear(BufferUse):
         return [buffer for step in self.steps for buffer in step.writes]
 
 
-_Single = Linear | GroupedLinear | Attend | Recurrent | Gather
+_Single = Linear | PackedLinear | GroupedLinear | Attend | Recurrent | Gather
 Shared = _Single | JointLinear  # read weights, pages or states that rows share
 PlannedLaunch = RowFusion | Shared
 

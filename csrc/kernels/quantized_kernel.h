@@ -1,0 +1,197 @@
+// The arithmetic of quantized_linear, included once per instruction set (attention_kernel.h explains why). SPECDEC_ISA names
+// the namespace, SPECDEC_LANES the number of floats in its vectors; SPECDEC_VNNI is defined where one instruction adds the
+// products of four 8-bit integers.
+//
+// The lanes of a vector belong to outputs. Of a block, two sums add the products with even and odd codes of each word, in
+// order; then the scaled sum of both is added to the output's total, block after block. So no bit depends on how rows and
+// panels are divided, nor on the thread.
+
+namespace specdec {
+namespace SPECDEC_ISA {
+
+#include "kernels/vectors.h"
+
+#include "kernels/quantized_codes.h"
+
+constexpr int kPanelVectors = static_cast<int>(kPanelOutputs) / kLanes;
+// Rows and panels of a tile, so that two sums for each output of each row stay in registers.
+constexpr int kTileRows = SPECDEC_LANES == 16 ? 6 : SPECDEC_LANES == 8 ? 3 : 2;
+constexpr int panels_of_rows(int rows) {
+  return SPECDEC_LANES == 16 ? (rows <= 2 ? 4 : 2) : SPECDEC_LANES == 8 ? (rows == 1 ? 2 : 1) : 1;
+}
+
+// Blocks [first, last) of the task, whose scales have been converted.
+struct Blocks {
+  std::int64_t first, last;
+};
+
+template <typename Format>
+void convert(const void* from, std::int64_t groups, std::int64_t blocks_of_group, Blocks blocks, float* to) {
+  const auto* numbers = static_cast<const typename Format::Storage*>(from);
+  for (std::int64_t b = blocks.first; b < blocks.last; ++b, to += kPanelOutputs) {
+    const auto* group = numbers + std::min(groups - 1, b / blocks_of_group) * kPanelOutputs;
+    for (int i = 0; i < kPanelOutputs; ++i) to[i] = Format::load(group[i]);
+  }
+}
+
+// The scales, and the minima after them, of the task's panels and some blocks in fp32.
+void convert_scales(const QuantizedTask& task, Blocks blocks) {
+  const PackedWeight& weight = *task.weight;
+  const std::int64_t groups = weight.num_groups(), each = weight.group_size / weight.block_size;
+  const auto convert_all = [&](const void* from, float* to) {
+    for (std::int64_t p = 0; p < task.num_panels; ++p, to += kScaleBlocks * kPanelOutputs) {
+      const std::int64_t at = (task.first_panel + p) * groups * kPanelOutputs;
+      const char* panel = static_cast<const char*>(from) + at * item_size(weight.scale_dtype);
+      if (weight.scale_dtype == DType::kFloat32) convert<Float32>(panel, groups, each, blocks, to);
+      if (weight.scale_dtype == DType::kFloat16) convert<Float16>(panel, groups, each, blocks, to);
+      if (weight.scale_dtype == DType::kBFloat16) convert<BFloat16>(panel, groups, each, blocks, to);
+    }
+  };
+  convert_all(weight.scales, task.scales);
+  if (weight.mins != nullptr) convert_all(weight.mins, task.scales + task.num_panels * kScaleBlocks * kPanelOutputs);
+}
+
+// The operands of one tile: kR rows times kP panels.
+struct Tile {
+  const std::uint32_t* codes;   // of the first panel's first block
+  std::int64_t panel_words;     // from one panel's codes to the next one's
+  std::int64_t words;           // of a block, for each output
+  const float *scales, *mins;   // [panels, kScaleBlocks, kPanelOutputs]; mins may be null
+  float* totals;                // of the first row and panel
+  std::int64_t total_stride;    // from one row's totals to the next one's
+  std::int64_t num_blocks;
+  std::int64_t row_blocks;      // blocks of a row
+};
+
+// Adds scale * sum, and minimum * (sum of inputs), to the totals of one block.
+template <int kR, int kP>
+SPECDEC_INLINE void add_block(const Tile& tile, std::int64_t block, const Vector (&sums)[kR][kP * kPanelVectors],
+                              const float* input_sums) {
+  for (int p = 0; p < kP; ++p) {
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const std::int64_t at = (p * kScaleBlocks + block) * kPanelOutputs + v * kLanes;
+      const Vector scale = load_vector(tile.scales + at);
+      for (int r = 0; r < kR; ++r) {
+        float* to = tile.totals + r * tile.total_stride + p * kPanelOutputs + v * kLanes;
+        Vector total = load_vector(to) + scale * sums[r][p * kPanelVectors + v];
+        if (tile.mins != nullptr) total += load_vector(tile.mins + at) * input_sums[r * tile.row_blocks];
+        store_as(to, total);
+      }
+    }
+  }
+}
+
+template <typename Codes, int kR, int kP, int... kN>
+SPECDEC_INLINE void add_word(const Codes& codes, const Words (&words)[kP * kPanelVectors], const float* inputs,
+                             std::int64_t stride, Vector (&sums)[2][kR][kP * kPanelVectors], std::integer_sequence<int, kN...>) {
+  const auto add = [&](auto n) {
+    constexpr int kCode = decltype(n)::value;
+    Vector values[kP * kPanelVectors];
+    for (int p = 0; p < kP * kPanelVectors; ++p) values[p] = codes.template values<kCode>(words[p]);
+    for (int r = 0; r < kR; ++r) {
+      const float input = inputs[r * stride + Codes::input_of(kCode)];
+      for (int p = 0; p < kP * kPanelVectors; ++p) sums[kCode % 2][r][p] += values[p] * input;
+    }
+  };
+  (add(std::integral_constant<int, kN>()), ...);
+}
+
+// `inputs` and `input_sums` are those of the first row and block.
+template <typename Codes, int kR, int kP>
+void multiply_tile(const Codes& codes, const Tile& tile, const float* inputs, std::int64_t stride, const float* input_sums) {
+  const std::uint32_t* from = tile.codes;
+  for (std::int64_t block = 0; block < tile.num_blocks; ++block) {
+    Vector sums[2][kR][kP * kPanelVectors] = {};
+    for (std::int64_t w = 0; w < tile.words; ++w, from += kPanelOutputs, inputs += Codes::kCodes) {
+      Words words[kP * kPanelVectors];
+      for (int p = 0; p < kP; ++p) {
+        for (int v = 0; v < kPanelVectors; ++v) {
+          words[p * kPanelVectors + v] = load_as<Words>(from + p * tile.panel_words + v * kLanes);
+        }
+      }
+      add_word<Codes, kR, kP>(codes, words, inputs, stride, sums, std::make_integer_sequence<int, Codes::kCodes>());
+    }
+    for (int r = 0; r < kR; ++r) {
+      for (int p = 0; p < kP * kPanelVectors; ++p) sums[0][r][p] += sums[1][r][p];
+    }
+    add_block<kR, kP>(tile, block, sums[0], input_sums + block);
+  }
+}
+
+#include "kernels/quantized_whole.h"
+
+// Calls `tile` for all tiles of a task: from a row of the task, rows, a panel of the task, panels, and the operands.
+template <typename Run>
+void run_tiles(const QuantizedTask& task, Run run) {
+  const PackedWeight& weight = *task.weight;
+  const std::int64_t num_blocks = weight.num_blocks(), block_words = weight.words() * kPanelOutputs;
+  const float* mins = weight.mins == nullptr ? nullptr : task.scales + task.num_panels * kScaleBlocks * kPanelOutputs;
+  std::memset(task.totals, 0, sizeof(float) * static_cast<std::size_t>(task.num_rows * task.num_panels * kPanelOutputs));
+  for (std::int64_t first = 0; first < num_blocks; first += kScaleBlocks) {
+    const Blocks blocks = {first, std::min(num_blocks, first + kScaleBlocks)};
+    convert_scales(task, blocks);
+    for (std::int64_t row = 0; row < task.num_rows;) {
+      // About equal heights, because a last tile of one row would leave multipliers idle.
+      const std::int64_t left = task.num_rows - row, tiles = (left + kTileRows - 1) / kTileRows;
+      const int rows = static_cast<int>((left + tiles - 1) / tiles);
+      for (std::int64_t panel = 0; panel < task.num_panels;) {
+        const int panels = task.num_panels - panel >= panels_of_rows(rows) ? panels_of_rows(rows) : 1;
+        const std::int64_t scale_at = panel * kScaleBlocks * kPanelOutputs;
+        run(first, row, rows, panels,
+            Tile{weight.codes + ((task.first_panel + panel) * num_blocks + first) * block_words, num_blocks * block_words,
+                 weight.words(), task.scales + scale_at, mins == nullptr ? nullptr : mins + scale_at,
+                 task.totals + (row * task.num_panels + panel) * kPanelOutputs, task.num_panels * kPanelOutputs,
+                 blocks.last - blocks.first, num_blocks});
+        panel += panels;
+      }
+      row += rows;
+    }
+  }
+}
+
+template <typename Codes, int... kBelow>
+void multiply_with(const QuantizedTask& task, std::integer_sequence<int, kBelow...>) {
+  using Multiply = void (*)(const Codes&, const Tile&, const float*, std::int64_t, const float*);
+  static constexpr Multiply kMany[] = {multiply_tile<Codes, kBelow + 1, panels_of_rows(kBelow + 1)>...};
+  static constexpr Multiply kSingle[] = {multiply_tile<Codes, kBelow + 1, 1>...};
+  const Codes codes(*task.weight);
+  const PreparedRows& rows = *task.rows;
+  run_tiles(task, [&](std::int64_t block, std::int64_t row, int num_rows, int panels, const Tile& tile) {
+    const std::int64_t at = task.first_row + row;
+    (panels == 1 ? kSingle : kMany)[num_rows - 1](codes, tile, rows.numbers + at * rows.padded + block * task.weight->block_size,
+                                                  rows.padded, rows.sums + at * tile.row_blocks + block);
+  });
+}
+
+void multiply(const QuantizedTask& task) {
+  constexpr auto kRows = std::make_integer_sequence<int, kTileRows>();
+  if (task.weight->kind == CodeKind::kInt8) return multiply_with<Int8Codes>(task, kRows);
+  if (task.weight->kind == CodeKind::kFloat8) return multiply_with<Float8Codes>(task, kRows);
+  multiply_with<TableCodes>(task, kRows);
+}
+
+template <typename Codes, int... kBelow>
+void multiply_whole_with(const QuantizedTask& task, std::integer_sequence<int, kBelow...>) {
+  using Multiply = void (*)(const Codes&, const Tile&, const WholeInputs&);
+  static constexpr Multiply kMany[] = {multiply_whole_tile<Codes, kBelow + 1, panels_of_rows(kBelow + 1)>...};
+  static constexpr Multiply kSingle[] = {multiply_whole_tile<Codes, kBelow + 1, 1>...};
+  const Codes codes(*task.weight);
+  const PreparedRows& rows = *task.rows;
+  run_tiles(task, [&](std::int64_t block, std::int64_t row, int num_rows, int panels, const Tile& tile) {
+    const std::int64_t at = task.first_row + row, block_at = at * tile.row_blocks + block;
+    (panels == 1 ? kSingle : kMany)[num_rows - 1](
+        codes, tile, {rows.whole + at * rows.padded + block * task.weight->block_size, rows.padded, rows.steps + block_at,
+                      rows.offsets + block_at, rows.sums + block_at});
+  });
+}
+
+void multiply_whole(const QuantizedTask& task) {
+  constexpr auto kRows = std::make_integer_sequence<int, kTileRows>();
+  if (task.weight->kind == CodeKind::kInt8) return multiply_whole_with<WholeInt8>(task, kRows);
+  multiply_whole_with<WholeTable>(task, kRows);
+}
+
+const QuantizedCode kCode = {multiply, multiply_whole, offset_of};
+
+}  // namespace SPECDEC_ISA
+}  // namespace specdec

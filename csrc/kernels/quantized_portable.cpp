@@ -1,0 +1,10 @@
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/quantized_work.h"
+
+#define SPECDEC_ISA quantized_portable
+#define SPECDEC_LANES 4
+#include "kernels/quantized_kernel.h"

@@ -1,0 +1,59 @@
+// One call of quantized_linear as its kernels see it. The kernels have one source file per instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/multiversion.h"
+#include "ops/quantized_linear.h"
+
+namespace specdec {
+
+constexpr std::int64_t kMostPanels = 4;       // panels that a kernel multiplies at a time
+constexpr std::int64_t kScaleBlocks = 64;     // blocks whose scales are converted at a time; their codes stay in a cache
+constexpr std::int64_t kPassRows = 48;        // rows that are multiplied with them meanwhile
+constexpr std::int64_t kPreparedRows = 192;   // rows that are prepared at a time, a multiple of kPassRows
+
+// Rows as the kernels read them. Inputs after the last one are zeros.
+struct PreparedRows {
+  std::int64_t num_rows;
+  std::int64_t padded;           // inputs of a row, a multiple of the block size
+  const float* numbers;          // [num_rows, padded], unless rows are rounded
+  const std::int8_t* whole;      // [num_rows, padded], if they are
+  const float* steps;            // [num_rows, blocks]: what a whole number stands for
+  const std::int32_t* offsets;   // [num_rows, blocks]: what is added to the sums of codes without a sign
+  const float* sums;             // [num_rows, blocks]: of a block's inputs
+};
+
+// What a thread computes: the outputs of some panels for some rows.
+struct QuantizedTask {
+  const PackedWeight* weight;
+  const PreparedRows* rows;
+  std::int64_t first_row, num_rows;      // at most kPassRows
+  std::int64_t first_panel, num_panels;  // at most kMostPanels
+  float* totals;                         // [num_rows, num_panels, kPanelOutputs]
+  float* scales;                         // memory for [2, num_panels, kScaleBlocks, kPanelOutputs]
+};
+
+struct QuantizedCode {
+  void (*multiply)(const QuantizedTask&);          // weights times numbers
+  void (*multiply_whole)(const QuantizedTask&);    // weights times whole numbers
+  // Adds to a code's bits that make it the operand of multiply_whole: `whole numbers` are value + offset.
+  int (*offset_of)(const PackedWeight&);
+};
+
+namespace quantized_portable {
+extern const QuantizedCode kCode;
+}
+#ifdef SPECDEC_X86_64_LEVELS
+namespace quantized_x86_64_v3 {
+extern const QuantizedCode kCode;
+}
+namespace quantized_x86_64_v4 {
+extern const QuantizedCode kCode;
+}
+namespace quantized_avx512_vnni {
+extern const QuantizedCode kCode;
+}
+#endif
+
+}  // namespace specdec

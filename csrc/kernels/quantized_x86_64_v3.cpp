@@ -1,0 +1,17 @@
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/quantized_work.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+#define SPECDEC_ISA quantized_x86_64_v3
+#define SPECDEC_LANES 8
+#include "kernels/quantized_kernel.h"
+#pragma GCC pop_options
+#endif

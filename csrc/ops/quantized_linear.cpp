@@ -1,0 +1,182 @@
+#include "ops/quantized_linear.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "kernels/conversions.h"
+#include "kernels/multiversion.h"
+#include "kernels/quantized_work.h"
+#include "kernels/versions.h"
+
+namespace specdec {
+namespace {
+
+std::vector<Versions<const QuantizedCode*>::Version> usable() {
+  std::vector<Versions<const QuantizedCode*>::Version> usable = {{"portable", &quantized_portable::kCode}};
+#ifdef SPECDEC_X86_64_LEVELS
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &quantized_x86_64_v3::kCode});
+  if (__builtin_cpu_supports("x86-64-v4")) usable.push_back({"x86-64-v4", &quantized_x86_64_v4::kCode});
+  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) {
+    usable.push_back({"avx512-vnni", &quantized_avx512_vnni::kCode});
+  }
+#endif
+  return usable;
+}
+
+Versions<const QuantizedCode*> versions("quantized_linear", usable());
+
+constexpr float kLeastRounded = 0x1p-100f;  // LEAST_ROUNDED in specdec_fast/ops/quantized_linear.py
+
+// The memory of prepared rows.
+struct RowMemory {
+  std::vector<float> numbers, steps, sums;
+  std::vector<std::int8_t> whole;
+  std::vector<std::int32_t> offsets;
+};
+
+// Whole numbers of one row, and per block: what one of them stands for (NaN if a number is not finite), and their sum.
+// Overwrites the numbers.
+SPECDEC_MULTIVERSION
+void round_row(float* __restrict numbers, std::int64_t num_blocks, std::int64_t size, std::int8_t* __restrict whole,
+               float* __restrict steps, std::int32_t* __restrict sums) {
+  constexpr std::int32_t kInfinity = 0x7f800000;
+  constexpr float kWhole = 0x1.8p23f;  // adding it rounds to a whole number, half to even
+  for (std::int64_t block = 0; block < num_blocks; ++block, numbers += size, whole += size) {
+    std::int32_t bits = 0;  // those of the largest magnitude, which compare as magnitudes do
+    for (std::int64_t i = 0; i < size; ++i) bits = std::max(bits, bit_cast<std::int32_t>(numbers[i]) & 0x7fffffff);
+    const float largest = bit_cast<float>(bits);
+    const bool is_finite = bits < kInfinity, is_zero = !is_finite || largest < kLeastRounded;
+    const float inverse = is_zero ? 0.0f : 127.0f / largest;
+    // Two loops: in one, the compiler would fuse product and sum, and round once where the contract rounds twice.
+    for (std::int64_t i = 0; i < size; ++i) numbers[i] *= inverse;
+    std::int32_t sum = 0;
+    for (std::int64_t i = 0; i < size; ++i) {
+      const std::int32_t rounded = bit_cast<std::int32_t>(numbers[i] + kWhole) - bit_cast<std::int32_t>(kWhole);
+      whole[i] = static_cast<std::int8_t>(is_zero ? 0 : rounded);
+      sum += is_zero ? 0 : rounded;
+    }
+    steps[block] = is_finite ? (is_zero ? 0.0f : largest / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+    sums[block] = sum;
+  }
+}
+
+class Rows {
+ public:
+  Rows(const QuantizedLinearArgs& args, int offset) : args_(args), offset_(offset) {
+    const PackedWeight& weight = args.weight;
+    const auto num_rows = static_cast<std::size_t>(std::min(args.num_rows, kPreparedRows));
+    const auto blocks = static_cast<std::size_t>(weight.num_blocks());
+    padded_ = weight.num_blocks() * weight.block_size;
+    memory_.numbers.resize(weight.rounds_rows ? 0 : num_rows * static_cast<std::size_t>(padded_));
+    memory_.whole.resize(weight.rounds_rows ? num_rows * static_cast<std::size_t>(padded_) : 0);
+    memory_.steps.resize(weight.rounds_rows ? num_rows * blocks : 0);
+    memory_.offsets.resize(weight.rounds_rows ? num_rows * blocks : 0);
+    memory_.sums.resize(num_rows * blocks);
+  }
+
+  // Prepares row `row` of the call as row `to`.
+  void prepare(std::int64_t row, std::int64_t to) {
+    const PackedWeight& weight = args_.weight;
+    const auto* from = static_cast<const char*>(args_.rows) + row * args_.row_stride * item_size(args_.dtype);
+    const std::int64_t blocks = weight.num_blocks(), size = weight.block_size, at = to * blocks;
+    float* sums = memory_.sums.data() + at;
+    std::vector<float> own(weight.rounds_rows ? static_cast<std::size_t>(padded_) : 0);
+    float* numbers = weight.rounds_rows ? own.data() : memory_.numbers.data() + to * padded_;
+    widen_all(args_.dtype, from, numbers, weight.in_features);
+    std::fill(numbers + weight.in_features, numbers + padded_, 0.0f);
+    if (!weight.rounds_rows) {
+      for (std::int64_t block = 0; weight.mins != nullptr && block < blocks; ++block) {
+        sums[block] = std::accumulate(numbers + block * size, numbers + (block + 1) * size, 0.0f);
+      }
+      return;
+    }
+    float* steps = memory_.steps.data() + at;
+    std::int32_t* offsets = memory_.offsets.data() + at;
+    round_row(numbers, blocks, size, memory_.whole.data() + to * padded_, steps, offsets);
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      sums[block] = steps[block] * static_cast<float>(offsets[block]);
+      offsets[block] *= -offset_;
+    }
+  }
+
+  PreparedRows prepared(std::int64_t num_rows) const {
+    return {num_rows, padded_, memory_.numbers.data(), memory_.whole.data(), memory_.steps.data(), memory_.offsets.data(),
+            memory_.sums.data()};
+  }
+
+ private:
+  const QuantizedLinearArgs& args_;
+  int offset_;
+  std::int64_t padded_ = 0;
+  RowMemory memory_;
+};
+
+constexpr std::int64_t kTotals = kPassRows * kMostPanels * kPanelOutputs;
+constexpr std::int64_t kScales = 2 * kMostPanels * kScaleBlocks * kPanelOutputs;
+
+// Computes the outputs of some panels for the prepared rows, which begin at row `first` of the call.
+void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, std::int64_t first, std::int64_t first_panel,
+                    std::int64_t num_panels, const QuantizedCode& code, float* memory) {
+  const PackedWeight& weight = args.weight;
+  const std::int64_t output = first_panel * kPanelOutputs;
+  const std::int64_t count = std::min(num_panels * kPanelOutputs, weight.out_features - output);
+  float bias[kMostPanels * kPanelOutputs] = {};
+  if (args.bias != nullptr) widen_all(args.dtype, static_cast<const char*>(args.bias) + output * item_size(args.dtype), bias, count);
+  for (std::int64_t row = 0; row < rows.num_rows; row += kPassRows) {
+    const QuantizedTask task{&weight, &rows, row, std::min(kPassRows, rows.num_rows - row), first_panel, num_panels,
+                             memory, memory + kTotals};
+    (weight.rounds_rows ? code.multiply_whole : code.multiply)(task);
+    for (std::int64_t r = 0; r < task.num_rows; ++r) {
+      float* totals = task.totals + r * num_panels * kPanelOutputs;
+      for (std::int64_t i = 0; args.bias != nullptr && i < count; ++i) totals[i] += bias[i];
+      char* out = static_cast<char*>(args.out) + ((first + row + r) * weight.out_features + output) * item_size(args.dtype);
+      narrow_all(args.dtype, totals, out, count);
+    }
+  }
+}
+
+}  // namespace
+
+std::int64_t quantized_linear_bytes(std::int64_t num_rows, std::int64_t in_features, std::int64_t block_size, bool rounds_rows,
+                                    int num_threads) {
+  const std::int64_t rows = std::min(num_rows, kPreparedRows), blocks = (in_features + block_size - 1) / block_size;
+  const std::int64_t row = rounds_rows ? blocks * (block_size + 12) : blocks * (4 * block_size + 4);
+  return rows * row + num_threads * (4 * (kTotals + kScales) + (rounds_rows ? 4 * blocks * block_size : 0));
+}
+
+void quantized_linear(const QuantizedLinearArgs& args) {
+  const PackedWeight& weight = args.weight;
+  if (args.num_rows == 0) return;
+  const QuantizedCode& code = *versions.chosen();
+  Rows rows(args, weight.rounds_rows ? code.offset_of(weight) : 0);
+  // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
+  const bool worth_threads = args.num_rows * weight.in_features * weight.out_features > (1 << 18);
+  const int num_threads = worth_threads ? args.num_threads : 1;
+  const std::int64_t granules = (weight.num_panels() + kMostPanels - 1) / kMostPanels;
+  std::vector<float> memory(static_cast<std::size_t>((kTotals + kScales) * num_threads));
+  for (std::int64_t first = 0; first < args.num_rows; first += kPreparedRows) {
+    const std::int64_t num_rows = std::min(kPreparedRows, args.num_rows - first);
+    const PreparedRows prepared = rows.prepared(num_rows);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+#pragma omp for schedule(static)
+      for (std::int64_t row = 0; row < num_rows; ++row) rows.prepare(first + row, row);
+#pragma omp for schedule(static)
+      for (int part = 0; part < num_threads; ++part) {
+        const std::int64_t end = granules * (part + 1) / num_threads;
+        for (std::int64_t granule = granules * part / num_threads; granule < end; ++granule) {
+          const std::int64_t panel = granule * kMostPanels, count = std::min(kMostPanels, weight.num_panels() - panel);
+          compute_panels(args, prepared, first, panel, count, code, memory.data() + part * (kTotals + kScales));
+        }
+      }
+    }
+  }
+}
+
+std::vector<std::string> quantized_linear_versions() { return versions.names(); }
+
+void choose_quantized_linear_version(const std::string& name) { versions.choose(name); }
+
+}  // namespace specdec

@@ -1,0 +1,56 @@
+// quantized_linear: rows times a weight matrix of 8- or 4-bit codes. Every sum has one order, whatever the number of rows.
+// specdec_fast/ops/quantized_linear.py states the contract, specdec_fast/quantization/packed_weight.py the layout.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/dtype.h"
+
+namespace specdec {
+
+enum class CodeKind : int { kInt8 = 0, kFloat8 = 1, kTable = 2 };
+
+constexpr std::int64_t kPanelOutputs = 16;
+
+struct PackedWeight {
+  std::int64_t in_features, out_features;
+  std::int64_t block_size;       // 16 or 32 inputs
+  std::int64_t group_size;       // inputs of a scale, a multiple of block_size
+  CodeKind kind;
+  bool rounds_rows;              // rows are rounded to 8-bit integers, block by block
+  const std::uint32_t* codes;    // [panels, blocks, words, kPanelOutputs]
+  DType scale_dtype;
+  const void* scales;            // [panels, groups, kPanelOutputs]
+  const void* mins;              // the same, or null
+  const float* table;            // [16], of kTable
+
+  std::int64_t num_panels() const { return (out_features + kPanelOutputs - 1) / kPanelOutputs; }
+  std::int64_t num_blocks() const { return (in_features + block_size - 1) / block_size; }
+  std::int64_t num_groups() const { return (in_features + group_size - 1) / group_size; }
+  std::int64_t words() const { return block_size / (kind == CodeKind::kTable ? 8 : 4); }  // of a block, for each output
+};
+
+struct QuantizedLinearArgs {
+  DType dtype;               // of rows, bias and result
+  std::int64_t num_rows;
+  const void* rows;          // [num_rows, in_features], `row_stride` elements apart
+  std::int64_t row_stride;
+  PackedWeight weight;
+  const void* bias;          // [out_features], or null
+  void* out;                 // [num_rows, out_features], contiguous
+  int num_threads;
+};
+
+void quantized_linear(const QuantizedLinearArgs& args);
+
+// Bytes that a call allocates while it runs.
+std::int64_t quantized_linear_bytes(std::int64_t num_rows, std::int64_t in_features, std::int64_t block_size, bool rounds_rows,
+                                    int num_threads);
+
+// The instruction sets that this machine can run, the best last. The best is chosen; tests choose others.
+std::vector<std::string> quantized_linear_versions();
+void choose_quantized_linear_version(const std::string& name);
+
+}  // namespace specdec

@@ -1,0 +1,159 @@
+"""Modules of a model whose weights are quantised, and the replacement of a model's linears by them.
+
+A module calls ``torch.ops.specdec_fast.quantized_linear``, an operation of PyTorch's dispatcher: recordings see it, as
+they see ``linear``. While PyTorch runs an engine's forward, ``replaced_linears.py`` calls the engine's own op instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.model_watch import replaced_forward
+from specdec_fast.ops import resolve
+from specdec_fast.quantization.packed_weight import PackedWeight
+from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
+
+_OUTPUT_LAYER = {4: 8}  # bits of the output layer, where it has more than the other linears
+
+
+class QuantizedLinear(nn.Module):
+    """``nn.Linear`` with a :class:`PackedWeight`.
+
+    Attributes:
+        codes, scales, mins, table: the tensors of the packed weight, as buffers.
+        bias: ``[out_features]``, or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    mins: Tensor | None
+    table: Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features = weight.in_features
+        self.out_features = weight.out_features
+        self.group_size = weight.group_size
+        self.kind = weight.kind
+        self.rounds_rows = weight.rounds_rows
+        for name in ("codes", "scales", "mins", "table"):
+            self.register_buffer(name, getattr(weight, name))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight; its tensors are the module's."""
+        return PackedWeight(
+            self.codes, self.scales, self.mins, self.table,
+            self.in_features, self.out_features, self.group_size, self.kind, self.rounds_rows,
+        )  # fmt: skip
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Multiply ``[..., in_features]``: ``[..., out_features]`` in the dtype of ``rows``."""
+        result: Tensor = torch.ops.specdec_fast.quantized_linear(
+            rows, self.codes, self.scales, self.mins, self.table, self.bias,
+            self.in_features, self.out_features, self.group_size, self.kind, self.rounds_rows,
+        )  # fmt: skip
+        return result
+
+    def extra_repr(self) -> str:
+        """Describe sizes and format."""
+        bits = 8 if self.table is None else 4
+        rows = ", rows of int8" if self.rounds_rows else ""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {self.kind} of {bits} bits in groups of {self.group_size}{rows}"
+
+
+_LIBRARY = torch.library.Library("specdec_fast", "DEF")
+_LIBRARY.define(
+    "quantized_linear(Tensor rows, Tensor codes, Tensor scales, Tensor? mins, Tensor? table, Tensor? bias, "
+    "int in_features, int out_features, int group_size, str kind, bool rounds_rows) -> Tensor"
+)
+
+
+def _computed(rows: Tensor, codes: Tensor, scales: Tensor, mins: Any, table: Any, bias: Any, *sizes: Any) -> Tensor:
+    weight = PackedWeight(codes, scales, mins, table, *sizes)
+    op = resolve(rows.device).quantized_linear
+    out: Tensor = op(rows.reshape(-1, weight.in_features), weight, None if bias is None else bias.to(rows.dtype))
+    return out.view(*rows.shape[:-1], weight.out_features)
+
+
+def _shape_alone(rows: Tensor, codes: Tensor, scales: Tensor, mins: Any, table: Any, bias: Any, *sizes: Any) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], sizes[1])
+
+
+_LIBRARY.impl("quantized_linear", _computed, "CompositeExplicitAutograd")
+torch.library.register_fake("specdec_fast::quantized_linear", _shape_alone, lib=_LIBRARY)
+
+
+def linears_to_round(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return by name the modules whose weights ``quantization`` rounds: every plain ``nn.Linear``."""
+    return {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=True)
+        if type(module).forward is nn.Linear.forward
+        and replaced_forward(module) is None
+        and type(module.weight) is nn.Parameter
+        and module.weight.is_floating_point()
+    }
+
+
+def round_linears(model: PreTrainedModel, quantization: str) -> None:
+    """Replace the model's linears by rounded ones, one after the other; embeddings and norms stay as they are.
+
+    The output layer has 8 bits, also if the others have 4. Raises ConfigError as ``rounded_linear`` does.
+    """
+    for name, module in linears_to_round(model).items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], _rounded_linear(model, name, module, ROUNDINGS[quantization]))
+
+
+def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
+    """Return a copy of a model with rounded linears, which shares all other tensors with it.
+
+    Raises ConfigError if a weight has numbers that cannot be rounded; the message names it.
+    """
+    rounding = ROUNDINGS[quantization]
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for name, module in linears_to_round(model).items():
+        shared[id(module)] = _rounded_linear(model, name, module, rounding)
+    return copy.deepcopy(model, shared)
+
+
+def _rounded_linear(model: PreTrainedModel, name: str, module: nn.Linear, rounding: Rounding) -> QuantizedLinear:
+    bits = rounding.bits
+    if module is model.get_output_embeddings():
+        bits = _OUTPUT_LAYER.get(bits, bits)
+    try:
+        weight = rounded(module.weight.detach(), Rounding(bits, rounding.rounds_rows, rounding.group_size))
+    except ValueError as error:
+        raise ConfigError(f"{name}.weight of {type(model).__name__} cannot be quantised: {error}") from error
+    return QuantizedLinear(weight, module.bias).train(module.training)
+
+
+def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Return a model's quantised linears by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def bytes_by_kind(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of a model's linears by kind: ``"int4"``, ``"int8-a8"``, or the dtype of plain ones."""
+    found: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            found[_kind_of(module)] = found.get(_kind_of(module), 0) + module.packed.nbytes
+        elif isinstance(module, nn.Linear):
+            kind = str(module.weight.dtype).removeprefix("torch.")
+            found[kind] = found.get(kind, 0) + module.weight.nbytes
+    return found
+
+
+def _kind_of(module: QuantizedLinear) -> str:
+    name = "int4" if module.table is not None else module.kind
+    return f"{name}-a8" if module.rounds_rows else name
