@@ -115,7 +115,8 @@ def make_drafter(
         kind, folder = checkpoint
         return CHECKPOINT_DRAFTERS[kind][0](DrafterContext(target, config, tokenizer), folder)
     loaded = isinstance(draft, nn.Module)
-    module = load_model(draft, None if loaded else config.dtype, target.layout.device, "draft")  # type: ignore[arg-type]
+    dtype: Any = None if loaded else config.dtype
+    module = load_model(draft, dtype, target.layout.device, "draft", config.draft_quantization)
     with named_failures(module):
         most = most_proposed(config.most_draft_tokens)
         model = RaggedModel(module, ops, config.page_size, config.enforce_eager, most)

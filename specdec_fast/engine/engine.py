@@ -23,6 +23,7 @@ from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seco
 from specdec_fast.errors import ConfigError, MemoryBudgetError, RequestError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
+from specdec_fast.models.quantized_linears import bytes_by_kind
 from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
@@ -82,7 +83,12 @@ class Engine:
         draft = checked_draft(draft, self.config)
         expect_tokenizer(tokenizer)
         draft = affordable_draft(target, draft, self.config)
-        model = load_model(target, self.config.dtype, self.config.device)  # type: ignore[arg-type]
+        model = load_model(
+            target,
+            self.config.dtype,  # type: ignore[arg-type]
+            self.config.device,  # type: ignore[arg-type]
+            quantization=self.config.quantization,
+        )
         weight = next(model.parameters())
         self._ops = resolve(weight.device, self.config.backend, weight.dtype)
         with named_failures(model):
@@ -228,6 +234,7 @@ class Engine:
             "device": str(self.target.layout.device),
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_padding.multiple,
+            "linear_bytes": bytes_by_kind(self.target.model),
             "own_linears": len(self.target.hf.linears.served(self.target.row_padding.multiple > 1)),
             "forward_program": self.target.has_program,
             "why_no_program": self.target.why_no_program,

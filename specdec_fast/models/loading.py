@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.quantized_linears import round_linears, rounded_copy
 from specdec_fast.sampling_params import eos_ids
 
 
@@ -19,14 +20,19 @@ def load_model(
     dtype: torch.dtype | None,
     device: torch.device | None,
     role: str = "target",
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Load a Hugging Face model by name or folder, or return a loaded one unchanged.
+
+    With ``quantization``, the linears of a model that is loaded here are rounded, and of a loaded one a copy is made
+    with rounded linears, which shares all other tensors with it.
 
     Args:
         source: an argument of ``AutoModelForCausalLM.from_pretrained``, or a loaded model.
         dtype: of the weights; None: the checkpoint's.
         device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
+        quantization: a name in ``ROUNDINGS``; None: weights stay as they are.
 
     Raises ConfigError if there is no such model or device; if files are damaged, weights are missing or have other
     shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
@@ -34,7 +40,13 @@ def load_model(
     """
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)
-        return source
+        if quantization is None:
+            return source
+        if is_sharded(source):
+            raise ConfigError(
+                f"{role} is sharded over processes, and quantization={quantization!r} rounds whole weights."
+            )
+        return rounded_copy(source, quantization)
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:
         what = "empty" if isinstance(source, str) else f"a {type(source).__name__}"
         raise ConfigError(f"{role} is {what}; expected the name or folder of a Hugging Face model, or a loaded one.")
@@ -65,6 +77,8 @@ def load_model(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
             "complete checkpoint, or correct its config."
         )
+    if quantization is not None:
+        round_linears(model, quantization)
     return model
 
 

@@ -7,6 +7,7 @@ they see ``linear``. While PyTorch runs an engine's forward, ``replaced_linears.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,33 +106,60 @@ def linears_to_round(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def round_linears(model: PreTrainedModel, quantization: str) -> None:
-    """Replace the model's linears by rounded ones, one after the other; embeddings and norms stay as they are.
+    """Replace a model's linears by rounded ones, one after the other; embeddings and norms stay as they are.
 
-    The output layer has 8 bits, also if the others have 4. Raises ConfigError as ``rounded_linear`` does.
+    ``quantization`` is a name in ``ROUNDINGS``. The output layer has 8 bits, also if the others have 4. A model whose
+    linears are quantised already stays as it is. Raises ConfigError if a weight has numbers that cannot be rounded, or
+    there is no linear.
     """
+    _expect_linears(model, quantization)
     for name, module in linears_to_round(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], _rounded_linear(model, name, module, ROUNDINGS[quantization]))
+        setattr(parent, name.rpartition(".")[2], _rounded_linear(model, name, module, quantization))
 
 
 def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
-    """Return a copy of a model with rounded linears, which shares all other tensors with it.
-
-    Raises ConfigError if a weight has numbers that cannot be rounded; the message names it.
-    """
-    rounding = ROUNDINGS[quantization]
+    """Return a copy of a model with linears rounded as by ``round_linears``, which shares all other tensors with it."""
+    _expect_linears(model, quantization)
+    if not linears_to_round(model):
+        return model
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for name, module in linears_to_round(model).items():
-        shared[id(module)] = _rounded_linear(model, name, module, rounding)
+        shared[id(module)] = _rounded_linear(model, name, module, quantization)
     return copy.deepcopy(model, shared)
 
 
-def _rounded_linear(model: PreTrainedModel, name: str, module: nn.Linear, rounding: Rounding) -> QuantizedLinear:
-    bits = rounding.bits
-    if module is model.get_output_embeddings():
-        bits = _OUTPUT_LAYER.get(bits, bits)
+def _expect_linears(model: PreTrainedModel, quantization: str) -> None:
+    if not linears_to_round(model) and not quantized_linears(model):
+        raise ConfigError(
+            f"quantization={quantization!r}, but {type(model).__name__} has no linear layers that can be rounded (plain "
+            "torch.nn.Linear with weights of a floating dtype); leave it out."
+        )
+
+
+def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:
+    """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights."""
+    linears = linears_to_round(model)
+    rounded_modules = {id(module) for module in linears.values()}
+    others = [module for module in model.modules() if id(module) not in rounded_modules]
+    kept = [tensor for module in others for tensor in (*module._parameters.values(), *module._buffers.values())]
+    kept += [module.bias for module in linears.values()]
+    sizes = [
+        _rounding_of(model, module, quantization).bytes_of(module.out_features, module.in_features)
+        for module in linears.values()
+    ]
+    return [tensor for tensor in kept if tensor is not None], sum(sizes)
+
+
+def _rounding_of(model: PreTrainedModel, module: nn.Module, quantization: str) -> Rounding:
+    rounding = ROUNDINGS[quantization]
+    is_output_layer = module is model.get_output_embeddings()
+    return replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits)) if is_output_layer else rounding
+
+
+def _rounded_linear(model: PreTrainedModel, name: str, module: nn.Linear, quantization: str) -> QuantizedLinear:
     try:
-        weight = rounded(module.weight.detach(), Rounding(bits, rounding.rounds_rows, rounding.group_size))
+        weight = rounded(module.weight.detach(), _rounding_of(model, module, quantization))
     except ValueError as error:
         raise ConfigError(f"{name}.weight of {type(model).__name__} cannot be quantised: {error}") from error
     return QuantizedLinear(weight, module.bias).train(module.training)

@@ -15,6 +15,7 @@ from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.probe import probe_of
+from specdec_fast.models.quantized_linears import tensors_after_rounding
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.runner.hf_model import HFModel
@@ -39,10 +40,11 @@ class CheckpointSizes(NamedTuple):
         return bytes_per_slot(self.states, most_draft_tokens)
 
 
-def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
+def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str | None = None) -> CheckpointSizes:
     """Return the sizes of a Hugging Face checkpoint from its config, or of a loaded model.
 
-    The weights will be loaded in ``dtype``; None: the checkpoint's. Raises ConfigError if the config cannot be read,
+    The weights will be loaded in ``dtype``; None: the checkpoint's. Those of linears will be rounded as
+    ``quantization`` says; None: not. Raises ConfigError if the config cannot be read,
     names no dtype, or describes weights that are quantised.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
@@ -53,7 +55,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
     except SpecDecError as error:
         raise ConfigError(f"the memory of {type(model).__name__} cannot be laid out: {error}") from error
     return CheckpointSizes(
-        bytes_of(weights_of(model)),
+        _weights_bytes(model, quantization),
         layout.bytes_per_token,
         config.vocab_size * layout.dtype.itemsize,
         estimated_row_bytes(model, layout.dtype.itemsize),
@@ -63,6 +65,13 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None) -> CheckpointSizes:
     )
 
 
+def _weights_bytes(model: PreTrainedModel, quantization: str | None) -> int:
+    if quantization is None:
+        return bytes_of(weights_of(model))
+    kept, rounded_bytes = tensors_after_rounding(model, quantization)
+    return bytes_of(kept) + rounded_bytes
+
+
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
     """Return what an engine needs at least: weights, KV entries, recurrent states and a step's logits.
 
@@ -70,8 +79,8 @@ def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
     when ``memory_bytes`` lowers K. None: plain decoding. Raises ConfigError if sizes are unknown.
     """
     dtype: Any = config.dtype
-    of_target = _target_part(checkpoint_sizes(target, dtype), 0)
-    of_draft = None if draft is None else _draft_part(checkpoint_sizes(draft, dtype), 0)
+    of_target = _target_part(checkpoint_sizes(target, dtype, config.quantization), 0)
+    of_draft = None if draft is None else _draft_part(checkpoint_sizes(draft, dtype, config.draft_quantization), 0)
     states_for = 0 if draft is None else config.most_draft_tokens
     return EngineMemory(of_target, of_draft, config.page_size, is_estimate=True, states_for=states_for)
 

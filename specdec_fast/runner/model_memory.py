@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec_fast.models.quantized_linears import quantized_linears
 from specdec_fast.runner.ragged_model import RaggedModel
 
 # Of a forward that PyTorch runs: tensors that are alive at the same time, each as wide as the inputs and outputs of the
@@ -63,4 +64,7 @@ def estimated_row_bytes(model: PreTrainedModel, itemsize: int) -> int:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     outside = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
     inside = (parameter for parameter in model.parameters() if id(parameter) not in outside and parameter.dim() > 1)
-    return _LIVE_TENSORS * itemsize * max((sum(parameter.shape[-2:]) for parameter in inside), default=0)
+    widths = [sum(parameter.shape[-2:]) for parameter in inside]
+    quantized = (module for module in quantized_linears(model).values() if all(module is not end for end in ends))
+    widths += [module.in_features + module.out_features for module in quantized]
+    return _LIVE_TENSORS * itemsize * max(widths, default=0)
