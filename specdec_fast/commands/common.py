@@ -13,6 +13,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DRAFTERS
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
+from specdec_fast.quantization.rounding import ROUNDINGS
 from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.speculation_length import LENGTH_POLICIES
 
@@ -38,6 +39,7 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-deterministic", action="store_true", help="do not make bits independent of the batch")
     add_backend_options(parser)
+    add_quantization_options(parser)
 
 
 def num_draft_tokens(text: str) -> int | str:
@@ -65,9 +67,22 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         dtype=dtype,
         deterministic=not args.no_deterministic,
         **backend_settings(args),
+        **quantization_settings(args),
         tap_layers=getattr(args, "tap_layers", None),  # the bundled pair of `demo` has none
         draft_tree=getattr(args, "draft_tree", None),
     )
+
+
+def quantization_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of ``EngineConfig`` that say how weights are kept."""
+    return {"quantization": args.quantization, "draft_quantization": args.draft_quantization}
+
+
+def add_quantization_options(parser: argparse._ActionsContainer) -> None:
+    """Add --quantization and --draft-quantization."""
+    for name, owner in (("--quantization", "target"), ("--draft-quantization", "draft model")):
+        help = f"round the weights of the {owner} when it is loaded; -a8 rounds its rows to 8 bits too (default: not)"
+        parser.add_argument(name, choices=list(ROUNDINGS), default=None, help=help)
 
 
 def add_backend_options(parser: argparse._ActionsContainer) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 from specdec_fast.commands.common import (
     add_backend_options,
     add_drafter_options,
+    add_quantization_options,
     backend_settings,
     drafter_names,
     format_table,
+    quantization_settings,
 )
 from specdec_fast.commands.plan_report import PlanReport, print_plan
 from specdec_fast.config import EngineConfig, expect_at_least
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the curves of a JSON file, and do nothing else")
     add_backend_options(parser)
+    add_quantization_options(parser)
 
 
 def parse_bytes(text: str) -> int:
@@ -131,6 +134,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         num_draft_tokens=MOST_DRAFT_TOKENS,
         dtype=args.dtype,
         **backend_settings(args),
+        **quantization_settings(args),
         tap_layers=args.tap_layers,
         draft_tree=args.draft_tree,
     )
@@ -148,11 +152,11 @@ def _computed(
             )
     dtype: Any = config.dtype
     draft = checked_draft(args.draft, config)
-    target = checkpoint_sizes(args.target, dtype)
+    target = checkpoint_sizes(args.target, dtype, config.quantization)
     has_model = is_draft_model(draft)
     if draft is not None and not has_model and draft != args.draft:
         raise ConfigError(f"--draft {args.draft}: its sizes are known only when it is loaded; leave --no-measure out.")
-    of_draft = checkpoint_sizes(draft, dtype) if has_model else None
+    of_draft = checkpoint_sizes(draft, dtype, config.draft_quantization) if has_model else None
     _expect_positions(target.max_positions, traffic)
     memory = estimated_memory(target, of_draft, draft is not None, config.page_size)
     _expect_one(memory, args.memory, traffic)

@@ -13,11 +13,13 @@ from typing import Any
 from specdec_fast.commands.common import (
     add_backend_options,
     add_drafter_options,
+    add_quantization_options,
     backend_settings,
     drafter_names,
     expect_writable,
     format_table,
     num_draft_tokens,
+    quantization_settings,
 )
 from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.config import EngineConfig
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the report (needs matplotlib)")
     add_backend_options(parser)
+    add_quantization_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,6 +100,7 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
         drafts=tuple(name for name in args.draft if name != NO_DRAFT),
         config=EngineConfig(
             **backend_settings(args),
+            **quantization_settings(args),
             tap_layers=args.tap_layers,
             draft_tree=args.draft_tree,
         ),
@@ -158,6 +162,14 @@ def print_report(report: Report) -> None:
     if report.noise_floor:
         print("\nNoise floor: batched generate() of transformers, without speculation, compared with its own batch 1")
         print(_table(report.noise_floor))
+    if report.quality:
+        print("\nThe quantised target, compared with the target as loaded, on prompts and greedy texts (KL in nats)")
+        header = ("dtype", "quantization", "positions", "mean KL", "largest KL", "same likeliest token")
+        rows = [
+            (q.dtype, q.quantization, q.num_positions, f"{q.mean_kl:.4g}", f"{q.largest_kl:.4g}", f"{q.top1:.1%}")
+            for q in report.quality
+        ]
+        print(format_table(header, rows))
     total = len(report.comparisons)
     exact = sum(c.exact_match == 1 for c in report.comparisons)
     print(f"\n{exact} of {total} settings give exactly the tokens of plain decoding")

@@ -27,6 +27,7 @@ from specdec_fast.equivalence.compare import (
     transformers_greedy,
     transformers_greedy_batch,
 )
+from specdec_fast.equivalence.quality import Quality, quality_of
 from specdec_fast.models.loading import eos_token_ids, load_model
 from specdec_fast.request.stopping import cut_emission
 from specdec_fast.results import GenerationOutput
@@ -78,6 +79,8 @@ class Report:
     noise_floor: list[Comparison] = field(default_factory=list)
     # the engine with ``deterministic=False``, compared with plain decoding, both with ``enforce_eager``
     control: list[Comparison] = field(default_factory=list)
+    # a quantised target, compared with the target as loaded on the prompts and the texts of plain greedy decoding
+    quality: list[Quality] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
@@ -103,7 +106,9 @@ class Models:
         self.target: PreTrainedModel = self.alone.target.model
         device = self.alone.target.layout.device
         self.drafts: dict[str, Any] = {
-            name: load_model(name, config.dtype, device) if is_draft_model(name) else name  # type: ignore[arg-type]
+            name: load_model(name, config.dtype, device, "draft", config.draft_quantization)  # type: ignore[arg-type]
+            if is_draft_model(name)
+            else name
             for name in matrix.drafts
         }
         self._configs = dict(zip(matrix.drafts, configs_for(matrix.drafts, matrix.config), strict=True))
@@ -141,6 +146,14 @@ class Models:
         ours = [cut_emission(tokens, stop_ids, len(tokens))[0] for tokens in _tokens(self.expected[GREEDY])]
         setting = Setting(PLAIN, 1, dtype=self.dtype)
         return compare(setting, self.target, self.prompts, ours, self._transformers(1))
+
+    def quality(self) -> Quality:
+        """Compare the target with itself as it is loaded without quantisation, on prompts and greedy texts."""
+        config = self.alone.config
+        loaded = load_model(self.matrix.target, config.dtype, self.target.device)  # type: ignore[arg-type]
+        outputs = self.expected[GREEDY]
+        texts = [[*prompt, *tokens] for prompt, tokens in zip(self.prompts, _tokens(outputs), strict=True)]
+        return quality_of(self.target, loaded, texts, self.dtype, config.quantization or "")
 
     def noise_floor(self, batch_size: int) -> Comparison:
         """Compare plain batched decoding in ``transformers`` with its own batch 1."""
@@ -204,6 +217,9 @@ def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None
         if GREEDY in matrix.samplings:
             progress(f"{dtype}: transformers")
             report.against_transformers.append(models.against_transformers())
+            if matrix.config.quantization is not None:
+                progress(f"{dtype}: the target as loaded, without quantisation")
+                report.quality.append(models.quality())
             report.noise_floor += [models.noise_floor(b) for b in matrix.batch_sizes if b > 1]
         del models
         if torch.cuda.is_available():

@@ -132,8 +132,8 @@ def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
 def _expect_linears(model: PreTrainedModel, quantization: str) -> None:
     if not linears_to_round(model) and not quantized_linears(model):
         raise ConfigError(
-            f"quantization={quantization!r}, but {type(model).__name__} has no linear layers that can be rounded (plain "
-            "torch.nn.Linear with weights of a floating dtype); leave it out."
+            f"quantization={quantization!r}, but {type(model).__name__} has no linear layers that can be rounded "
+            "(plain torch.nn.Linear with weights of a floating dtype); leave it out."
         )
 
 
