@@ -109,9 +109,13 @@ class Linears:
         return self.compute(function, rows, module.weight, module.bias)
 
     def _multiply(self, module: QuantizedLinear, rows: Tensor) -> Tensor:
-        """Compute a quantised linear; padding is computed as well, because the op has one order for any number."""
+        """Compute a quantised linear, whose op has one order for any number of rows; zeros in rows of padding."""
         flat = stored(rows).reshape(-1, rows.shape[-1])
-        out: Tensor = invariant_call(self._quantized, flat, module.packed, module.bias)
+        num_rows = len(flat)
+        num_real = num_rows if self.real_rows is None else self.real_rows.get(num_rows, num_rows)
+        out: Tensor = invariant_call(self._quantized, flat[:num_real], module.packed, module.bias)
+        if num_real != num_rows:
+            out = pad(out, (0, 0, 0, num_rows - num_real))
         return out.view(*rows.shape[:-1], module.out_features)
 
 

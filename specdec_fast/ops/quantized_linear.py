@@ -48,22 +48,22 @@ def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = N
         for each in scales_of(weight)
     )
     assert scales is not None
-    out = rows.new_empty(len(rows), weight.out_features)
-    for i in range(len(rows)):  # one by one, because PyTorch sums in another order for another number of rows
-        blocks = pad(rows[i].float(), (0, missing)).view(num_blocks, size)
-        if weight.rounds_rows:
-            blocks, steps = rounded_blocks(blocks)
-        else:
-            steps = blocks.new_ones(num_blocks)
-        products = torch.einsum("obi,bi->bo", values, blocks)
-        sums = blocks.sum(dim=1)
-        total = products.new_zeros(weight.out_features)
-        for b in range(num_blocks):
-            total = total + scales[:, b] * steps[b] * products[b]
-            if mins is not None:
-                total = total + mins[:, b] * (steps[b] * sums[b])
-        out[i] = total if bias is None else total + bias
-    return out
+    blocks = pad(rows.float(), (0, missing)).view(-1, num_blocks, size)
+    if weight.rounds_rows:
+        blocks, steps = rounded_blocks(blocks)
+        products = torch.einsum("obi,tbi->tbo", values, blocks)  # exact in any order
+        scaled = products * steps[..., None]
+        sums = steps * blocks.sum(dim=2)
+    else:  # row by row, because PyTorch sums in another order for another number of rows
+        each = [torch.einsum("obi,bi->bo", values, row.clone()) for row in blocks]
+        scaled = torch.stack(each) if each else blocks.new_empty(0, num_blocks, weight.out_features)
+        sums = torch.stack([row.clone().sum(dim=1) for row in blocks]) if each else blocks.new_empty(0, num_blocks)
+    total = scaled.new_zeros(len(rows), weight.out_features)
+    for b in range(num_blocks):
+        total = total + scales[:, b] * scaled[:, b]
+        if mins is not None:
+            total = total + mins[:, b] * sums[:, b, None]
+    return (total if bias is None else total + bias).to(rows.dtype)
 
 
 def rounded_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:

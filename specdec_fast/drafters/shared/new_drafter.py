@@ -10,6 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
+from specdec_fast.models.quantized_linears import QuantizedLinear, weight_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def copy_ends(
     trains its embedding too; otherwise the embedding is the target's and stays as it is.
     """
     embedding = target.get_input_embeddings().weight.detach().float().cpu()
-    output = target.get_output_embeddings().weight.detach().float().cpu()
+    output = weight_of(target.get_output_embeddings()).float().cpu()
     if embed_tokens.embedding_dim == embedding.shape[1]:
         embed_tokens.requires_grad_(False)
     else:
@@ -67,13 +68,13 @@ def output_weight(target: PreTrainedModel) -> Tensor:
         ConfigError: it is not one matrix without a bias.
     """
     layer = target.get_output_embeddings()
-    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+    if not isinstance(layer, nn.Linear | QuantizedLinear) or layer.bias is not None:
         bias = " with a bias" if getattr(layer, "bias", None) is not None else ""
         raise ConfigError(
             f"the output layer of {type(target).__name__} is a {type(layer).__name__}{bias}; a new drafter of this "
             "kind shares or begins as a linear layer without a bias."
         )
-    return layer.weight.detach().float()
+    return weight_of(layer).float()
 
 
 def layer_config(target: PreTrainedModel, size: DrafterSize, num_layers: int = 1) -> LlamaConfig:

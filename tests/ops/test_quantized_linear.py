@@ -1,0 +1,113 @@
+"""quantized_linear in C++: every instruction set is right; a row has the same bits in every batch, on any threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.op_cases import OP_CASES
+from bench.op_cases.quantized_linear import E2M1, WHOLE
+from specdec_fast.ops import all_ops
+from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, pack
+from specdec_fast.quantization.rounding import ROUNDINGS, rounded
+from support.grids import each_value_once
+from support.op_cases import each_dtype
+from support.op_checks import assert_agrees, same_bits
+
+_C = pytest.importorskip("specdec_fast._C", reason="built without C++")
+OP = all_ops()["quantized_linear"]
+
+
+@pytest.fixture(params=_C.quantized_linear_versions())
+def version(request):
+    _C.choose_quantized_linear_version(request.param)
+    yield request.param
+    _C.choose_quantized_linear_version(_C.quantized_linear_versions()[-1])
+
+
+def weight_of(kind, in_features, out_features, rounds_rows, has_mins):
+    generator = torch.Generator().manual_seed(in_features)
+    codes = torch.randint(0, 16 if kind == TABLE else 120, (out_features, in_features), generator=generator).byte()
+    scales = torch.randn(out_features, -(-in_features // 32), generator=generator).half()
+    table = torch.tensor(E2M1 if rounds_rows else WHOLE) if kind == TABLE else None
+    return pack(codes, scales, scales / 2 if has_mins else None, table, 32, kind, rounds_rows)
+
+
+@each_dtype
+def test_every_version_agrees_with_the_oracle(version, dtype):
+    for case in OP_CASES[OP.name].cases:
+        args = case.make(torch.Generator().manual_seed(1), dtype, torch.device("cpu"))
+        assert_agrees(OP, OP.load("cpp")(**args), OP.load("torch")(**args), args)
+
+
+@each_value_once("version", "kind")
+@pytest.mark.parametrize("kind", [INT8, FLOAT8, TABLE, f"{INT8}-a8", f"{TABLE}-a8"])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 64), (100, 47), (2100, 100), (7, 1)])
+@pytest.mark.parametrize("has_mins", [False, True])
+@each_dtype
+def test_bits_of_a_row_are_its_own(version, kind, in_features, out_features, has_mins, dtype):
+    weight = weight_of(kind.removesuffix("-a8"), in_features, out_features, kind.endswith("-a8"), has_mins)
+    rows = torch.randn(60, in_features, generator=torch.Generator().manual_seed(2))
+    rows[1] = 0
+    rows[3, 0] = float("nan")
+    rows[4, in_features - 1] = float("inf")
+    rows[5:20] *= torch.logspace(-45, 4, 15)[:, None]
+    rows = rows.to(dtype)
+    multiply = OP.load("cpp")
+    alone = torch.cat([multiply(row[None], weight) for row in rows])
+    for count in (2, 3, 5, 6, 7, 49, 60):
+        for first in range(0, 60, count):
+            assert same_bits(multiply(rows[first : first + count], weight), alone[first : first + count])
+    assert alone[3].isnan().all()
+    assert not alone[6].isnan().any()
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_threads_and_long_prompts_change_no_bit(name):
+    """More rows than are prepared at a time, and outputs that threads divide unevenly."""
+    weight = rounded(torch.randn(150, 256, generator=torch.Generator().manual_seed(3)), ROUNDINGS[name])
+    rows = torch.randn(400, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    multiply = OP.load("cpp")
+    expected = torch.cat([multiply(row[None], weight) for row in rows[::7]])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(multiply(rows, weight)[::7].clone(), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rounded_rows_have_exact_sums(version):
+    """Whole numbers below 128 whose largest is 127 are not changed by rounding, so results are exact in fp32."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(-126, 127, (9, 96), generator=generator).float()
+    rows[:, ::32] = 127.0
+    for kind in (INT8, TABLE):
+        weight = weight_of(kind, 96, 40, True, False)
+        weight = replace(weight, scales=torch.ones_like(weight.scales))
+        args = {"rows": rows, "weight": weight, "bias": None}
+        assert torch.equal(OP.load("cpp")(**args), OP.load("torch")(**args))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codes": torch.zeros(1, 1, 8, 16, dtype=torch.int32)}, "codes has shape"),
+        ({"scales": torch.ones(2, 3, 16)}, r"scales has shape \[2, 3, 16\]; expected \[2, 2, 16\]"),
+        ({"scales": torch.ones(2, 2, 16, dtype=torch.float64)}, "scales is torch.float64"),
+        ({"mins": torch.ones(2, 2, 16)}, "mins is torch.float32; expected float16"),
+        ({"table": torch.ones(16)}, "a table of values belongs to kind 'table' alone"),
+        ({"kind": "int3"}, "kind is 'int3'; expected one of"),
+        ({"group_size": 24}, "group_size is 24; expected a multiple of 32"),
+        ({"in_features": 65}, r"rows has shape \[1, 64\]; expected \[any, 65\]"),
+        ({"kind": FLOAT8, "rounds_rows": True}, "rows are rounded for whole numbers only"),
+        ({"out_features": 0}, "no inputs or no outputs"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, message):
+    weight = replace(weight_of(INT8, 64, 20, False, False), **change)
+    with pytest.raises(ValueError, match=message):
+        OP.load("cpp")(torch.zeros(1, 64), weight)

@@ -1,0 +1,199 @@
+"""Models whose linears are rounded: what they compute, the promise with these weights, memory, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+from specdec_fast.equivalence.compare import transformers_greedy
+from specdec_fast.models.quantized_linears import QuantizedLinear, linears_to_round, quantized_linears, rounded_copy
+from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.quantization.packed_weight import dequantized
+from specdec_fast.quantization.rounding import ROUNDINGS
+from specdec_fast.runner.model_memory import bytes_of, weights_of
+from support.grids import combinations, each_value_once, grid
+from support.models import CONFIGS, tiny_model
+from support.recurrent_models import recurrent_model
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16]]
+PARAMS = [
+    sd.SamplingParams(max_new_tokens=14, ignore_eos=True, logprobs=True, temperature=0.8 * (i % 2), seed=i)
+    for i in range(len(PROMPTS))
+]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def results(engine):
+    outputs = [output.raise_for_error() for output in engine.generate(PROMPTS, PARAMS)]
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
+def with_dequantized_weights(model, quantized):
+    """A copy in fp64 with ordinary linears that hold the numbers which the codes stand for."""
+    own = copy.deepcopy(model).double()
+    for name, module in quantized_linears(quantized).items():
+        weight = dequantized(module.packed)
+        plain = own.get_submodule(name)
+        plain.weight = torch.nn.Parameter(weight.t() if isinstance(plain, Conv1D) else weight)
+    return own
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("architecture", grid(list(CONFIGS), keep=["llama", "gpt2"]))
+def test_logits_are_those_of_the_dequantized_weights(architecture, quantization):
+    model = tiny_model(architecture)
+    quantized = rounded_copy(model, quantization)
+    token_ids = torch.arange(30)[None]
+    with torch.inference_mode():
+        found = quantized(token_ids).logits.double()
+        expected = with_dequantized_weights(model, quantized)(token_ids).logits
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_the_output_layer_keeps_eight_bits_and_embeddings_stay():
+    model = tiny_model("llama")
+    quantized = rounded_copy(model, "int4")
+    kinds = {name: module.kind for name, module in quantized_linears(quantized).items()}
+    assert kinds.pop("lm_head") == "int8"
+    assert set(kinds.values()) == {"table"}
+    assert quantized.get_input_embeddings().weight is model.get_input_embeddings().weight
+    assert not quantized_linears(model), "the caller's model stays as it is"
+
+
+def test_a_linear_whose_weight_the_model_reads_itself_stays():
+    """Mamba multiplies the weight of dt_proj by itself, so nothing may replace it."""
+    model = recurrent_model("mamba")
+    left = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {name.rpartition(".")[2] for name in left - set(linears_to_round(model))} == {"dt_proj"}
+    engine = sd.Engine(model, None, quantization="int8")
+    assert len(engine.generate([[1, 2]], sd.SamplingParams(max_new_tokens=4))[0].token_ids) == 4
+
+
+@pytest.fixture(scope="module", params=ROUNDINGS)
+def quantization(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def pair(request):
+    """A target, and the same with other weights, which drafts ragged numbers of right tokens."""
+    target = tiny_model("llama").to(DTYPES[request.param])
+    draft = copy.deepcopy(target)
+    with torch.no_grad():
+        draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight) * 0.1)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def plain(pair, quantization):
+    """What plain decoding gives at batch 1, by a program and by PyTorch."""
+    target, _ = pair
+    options = {"quantization": quantization, "max_batch_size": 1}
+    return {eager: results(sd.Engine(target, None, **options, enforce_eager=eager)) for eager in (False, True)}
+
+
+@each_value_once("pair", "quantization")
+@combinations(
+    drafter=["model", "ngram"],
+    sizes={"alone": {"max_batch_size": 1, "num_draft_tokens": 4}, "all": {"max_batch_size": 8, "num_draft_tokens": 7}},
+    schedule={"exspec": {"method": "exspec"}, "eqspec-chunks": {"method": "eqspec", "max_prefill_tokens": 3}},
+    enforce_eager=[False, True],
+)
+def test_bits_equal_plain_decoding(pair, plain, quantization, drafter, sizes, schedule, enforce_eager):
+    target, draft = pair
+    source = draft if drafter == "model" else drafter
+    options = {"quantization": quantization, "draft_quantization": quantization, "enforce_eager": enforce_eager}
+    engine = sd.Engine(target, source, **sizes, **schedule, **options)
+    assert engine.target.has_program != enforce_eager, engine.target.why_no_program
+    assert results(engine) == plain[enforce_eager]
+    assert engine.last_run.decoding.num_draft_tokens > engine.last_run.decoding.num_accepted_tokens
+
+
+def test_tokens_are_those_of_generate(quantization):
+    """In fp32, of the copy with quantised linears, whose op transformers calls; rows are rounded alike there."""
+    target = rounded_copy(tiny_model("llama"), quantization)
+    expected = [transformers_greedy(target, prompt, 12) for prompt in PROMPTS]
+    outputs = sd.generate(target, "ngram", PROMPTS, sd.SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_pytorch_serves_the_op_as_well(quantization):
+    options = {"quantization": quantization, "backend": "torch"}
+    params = sd.SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=True)
+    prompts = [[7, 8, 7, 8, 7], [9, 9, 9]]
+    alone, together = (
+        [
+            (o.token_ids, o.logprobs)
+            for o in sd.generate(tiny_model("llama"), draft, prompts, params, **sizes, **options)
+        ]
+        for draft, sizes in ((None, {"max_batch_size": 1}), ("ngram", {"max_batch_size": 2}))
+    )
+    assert together == alone
+
+
+def test_bytes_are_known_before_loading(quantization):
+    """The planner's number is what the process holds, and describe() names each kind of linear."""
+    target = str(demo_pair() / "target")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+    engine = sd.Engine(target, None, quantization=quantization, dtype="bfloat16")
+    assert checkpoint_sizes(target, torch.bfloat16, quantization).weights == bytes_of(weights_of(engine.target.model))
+    assert checkpoint_sizes(model, None, quantization).weights == bytes_of(weights_of(engine.target.model))
+    described = engine.describe()["linear_bytes"]
+    assert sum(described.values()) == sum(m.packed.nbytes for m in quantized_linears(engine.target.model).values())
+    bits = {"int8": {"int8"}, "int4": {"int4", "int8"}, "int8-a8": {"int8-a8"}, "int4-a8": {"int4-a8", "int8-a8"}}
+    assert set(described) == bits[quantization]
+
+
+def test_a_loaded_model_and_its_folder_give_the_same_texts():
+    target = str(demo_pair() / "target")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    params = sd.SamplingParams(max_new_tokens=12)
+    folder, loaded = (
+        sd.generate(source, None, ["Once upon a time"], params, quantization="int4", dtype=dtype)
+        for source, dtype in ((target, "float32"), (model, None))
+    )
+    assert folder[0].token_ids == loaded[0].token_ids
+
+
+def test_a_budget_that_only_quantised_weights_meet():
+    target = str(demo_pair() / "target")
+    whole = checkpoint_sizes(target, torch.float32).weights
+    budget = {"memory_bytes": whole, "dtype": "float32"}
+    with pytest.raises(sd.MemoryBudgetError):
+        sd.Engine(target, None, **budget)
+    engine = sd.Engine(target, None, quantization="int4", **budget)
+    assert engine.memory_plan.describe()["planned_bytes"] <= whole
+
+
+@pytest.mark.parametrize("name", ["quantization", "draft_quantization"])
+@pytest.mark.parametrize("value", ["int3", 4, True])
+def test_other_names_are_refused(name, value):
+    with pytest.raises(
+        sd.ConfigError, match=f"{name}={value!r}: expected one of int8, int4, int8-a8, int4-a8, or None"
+    ):
+        sd.EngineConfig(**{name: value})
+
+
+def test_a_weight_that_cannot_be_rounded_is_named():
+    target = tiny_model("llama")
+    target.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("inf")
+    with pytest.raises(
+        sd.ConfigError, match=r"model.layers.1.mlp.up_proj.weight of LlamaForCausalLM cannot be quantised"
+    ):
+        sd.Engine(target, None, quantization="int4")
+
+
+def test_modules_say_what_they_are():
+    quantized = rounded_copy(tiny_model("llama"), "int4-a8")
+    shown = repr(quantized.model.layers[0].mlp.up_proj)
+    assert shown == (
+        "QuantizedLinear(in_features=32, out_features=64, bias=False, table of 4 bits in groups of 32, rows of int8)"
+    )
+    assert isinstance(quantized.lm_head, QuantizedLinear)
+    assert rounded_copy(quantized, "int4-a8") is quantized, "a model that is quantised already stays as it is"
