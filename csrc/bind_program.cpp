@@ -176,6 +176,13 @@ void bind_program(py::module_& m) {
                                         offsets[1], sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
                                         pointer<const void>(weight), pointer<const void>(bias), transposed});
            })
+      .def("add_grouped_packed_linear",
+           [](Program& self, int dtype, std::array<int, 3> buffers, std::array<std::int64_t, 2> offsets,
+              std::array<std::int64_t, 3> sizes, const PackedTuple& weight, std::uintptr_t bias) {
+             self.add(GroupedPackedLinearStep{static_cast<DType>(dtype), buffers[0], buffers[1], buffers[2], offsets[0],
+                                              offsets[1], sizes[0], sizes[1], sizes[2], packed_weight(weight),
+                                              pointer<const void>(bias)});
+           })
       .def("add_append",
            [](Program& self, std::int64_t layer, const HeadsTuple& key, const HeadsTuple& value) {
              self.add(AppendStep{layer, heads_view(key), heads_view(value)});

@@ -16,6 +16,7 @@
 #include "ops/compact_kv.h"
 #include "ops/conv_rows.h"
 #include "ops/grouped_linear.h"
+#include "ops/grouped_quantized_linear.h"
 #include "ops/linear.h"
 #include "ops/linear_attention_rows.h"
 #include "ops/linear_transposed.h"
@@ -114,6 +115,15 @@ void grouped_linear(int dtype, std::array<std::int64_t, 6> shape, std::uintptr_t
                            num_threads});
 }
 
+void grouped_quantized_linear(int dtype, std::array<std::int64_t, 4> shape, std::uintptr_t rows, std::uintptr_t expert_ids,
+                              const PackedTuple& weight, std::uintptr_t bias, std::uintptr_t out, int num_threads) {
+  const specdec::PackedWeight packed = packed_weight(weight);
+  specdec::grouped_quantized_linear({static_cast<specdec::DType>(dtype), shape[0], shape[1], shape[2], shape[3],
+                                     pointer<const void>(rows), shape[2] * packed.in_features,
+                                     pointer<const std::int64_t>(expert_ids), packed, pointer<const void>(bias),
+                                     pointer<void>(out), num_threads});
+}
+
 void compact_kv(std::uintptr_t kv_cache, std::array<std::int64_t, 4> shape, std::uintptr_t block_table,
                 std::array<std::int64_t, 2> batch, std::array<std::uintptr_t, 3> moves, int num_threads) {
   specdec::compact_kv({pointer<char>(kv_cache), shape[0], shape[1], shape[2], shape[3],
@@ -198,6 +208,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("compact_kv", &compact_kv, ReleaseGil());
   m.def("conv_rows", &conv_rows, ReleaseGil());
   m.def("grouped_linear", &grouped_linear, ReleaseGil());
+  m.def("grouped_quantized_linear", &grouped_quantized_linear, ReleaseGil());
   m.def("linear", &linear, ReleaseGil());
   m.def("linear_attention_rows", &linear_attention_rows, ReleaseGil());
   m.def("linear_bytes", &linear_bytes);

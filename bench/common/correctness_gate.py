@@ -14,6 +14,7 @@ from bench.common import recurrences
 from bench.common.references import (
     attention_in_float64,
     grouped_linear_in_float64,
+    grouped_quantized_linear_in_float64,
     linear_in_float64,
     quantized_linear_in_float64,
 )
@@ -27,6 +28,7 @@ TRUTH: Mapping[str, Callable[..., Any]] = {
     "linear": linear_in_float64,
     "quantized_linear": quantized_linear_in_float64,
     "grouped_linear": grouped_linear_in_float64,
+    "grouped_quantized_linear": grouped_quantized_linear_in_float64,
     "conv_rows_": recurrences.conv_in_float64,
     "linear_attention_rows_": recurrences.linear_attention_in_float64,
     "selective_scan_rows_": recurrences.scan_in_float64,
@@ -36,6 +38,7 @@ LONGEST_SUM: Mapping[str, Callable[[dict[str, Any]], int]] = {
     "linear": lambda args: args["rows"].shape[1],
     "quantized_linear": lambda args: args["rows"].shape[1],
     "grouped_linear": lambda args: args["rows"].shape[2],
+    "grouped_quantized_linear": lambda args: args["rows"].shape[2],
     "conv_rows_": recurrences.conv_terms,
     "linear_attention_rows_": recurrences.linear_attention_terms,
     "selective_scan_rows_": recurrences.scan_terms,

@@ -17,7 +17,7 @@ from bench.common.timing import Call
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops.quantized_linear import rounded_blocks
-from specdec_fast.quantization.packed_weight import PackedWeight, dequantized
+from specdec_fast.quantization.packed_weight import PackedWeight, dequantized, expert_of
 from specdec_fast.trees.rows import TREE_MASK_BITS
 
 ROW_BLOCK = 256  # rows whose scores are computed in fp64 at once
@@ -181,6 +181,19 @@ def grouped_linear_in_float64(rows: Tensor, expert_ids: Tensor, weight: Tensor, 
     for expert in expert_ids.unique().tolist():
         chosen = expert_ids == expert
         out[chosen] = linear_in_float64(lines[chosen], weight[expert], None if bias is None else bias[expert])
+    return out
+
+
+def grouped_quantized_linear_in_float64(
+    rows: Tensor, expert_ids: Tensor, weight: PackedWeight, bias: Tensor | None
+) -> Tensor:
+    """Compute ``grouped_quantized_linear`` by its definition in fp64, one expert at a time."""
+    lines = rows.expand(-1, expert_ids.shape[1], -1)
+    out = torch.zeros(*expert_ids.shape, weight.out_features, dtype=torch.float64, device=rows.device)
+    for expert in expert_ids.unique().tolist():
+        chosen = expert_ids == expert
+        own_bias = None if bias is None else bias[expert]
+        out[chosen] = quantized_linear_in_float64(lines[chosen], expert_of(weight, expert), own_bias)
     return out
 
 

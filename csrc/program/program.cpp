@@ -49,8 +49,8 @@ struct RowOps {
 };
 
 struct Program::Step {
-  std::variant<RowOps, LinearStep, PackedLinearStep, GroupedLinearStep, AppendStep, AttendStep, ConvolveStep,
-               AttendLinearlyStep, ScanStep, GatherStep>
+  std::variant<RowOps, LinearStep, PackedLinearStep, GroupedLinearStep, GroupedPackedLinearStep, AppendStep, AttendStep,
+               ConvolveStep, AttendLinearlyStep, ScanStep, GatherStep>
       what;
 };
 
@@ -81,8 +81,12 @@ void Program::add(const LinearStep& step) {
 }
 
 void Program::add(const PackedLinearStep& step) {
-  const PackedWeight& weight = step.weight;
-  use_huge_pages(weight.codes, weight.num_panels() * weight.num_blocks() * weight.words() * kPanelOutputs * 4);
+  use_huge_pages(step.weight.codes, step.weight.codes_bytes());
+  steps_.push_back({step});
+}
+
+void Program::add(const GroupedPackedLinearStep& step) {
+  use_huge_pages(step.weight.codes, step.num_experts * step.weight.codes_bytes());
   steps_.push_back({step});
 }
 
@@ -175,6 +179,8 @@ void Program::run(const Forward& forward) {
       run_linear(*linear, run);
     } else if (const auto* packed = std::get_if<PackedLinearStep>(&step.what)) {
       run_packed_linear(*packed, run);
+    } else if (const auto* grouped_packed = std::get_if<GroupedPackedLinearStep>(&step.what)) {
+      run_grouped_packed_linear(*grouped_packed, run);
     } else if (const auto* grouped = std::get_if<GroupedLinearStep>(&step.what)) {
       run_grouped_linear(*grouped, run);
     } else if (const auto* append = std::get_if<AppendStep>(&step.what)) {

@@ -63,6 +63,15 @@ struct GroupedLinearStep {  // see grouped_linear.h
   bool transposed;
 };
 
+struct GroupedPackedLinearStep {  // see grouped_quantized_linear.h
+  DType dtype;
+  int in, experts, out;                    // buffers; expert ids are fp32 numbers
+  std::int64_t in_offset, experts_offset;  // bytes
+  std::int64_t num_vectors, choices, num_experts;
+  PackedWeight weight;
+  const void* bias;
+};
+
 struct AppendStep {
   std::int64_t layer;
   HeadsView key, value;
@@ -167,6 +176,7 @@ class Program {
   void add(const LinearStep& step);
   void add(const PackedLinearStep& step);
   void add(const GroupedLinearStep& step);
+  void add(const GroupedPackedLinearStep& step);
   void add(const AppendStep& step);
   void add(const AttendStep& step);
   void add(const ConvolveStep& step);
@@ -197,6 +207,7 @@ class Program {
   void run_linear(const LinearStep& step, const Run& run) const;
   void run_packed_linear(const PackedLinearStep& step, const Run& run) const;
   void run_grouped_linear(const GroupedLinearStep& step, const Run& run) const;
+  void run_grouped_packed_linear(const GroupedPackedLinearStep& step, const Run& run) const;
   void run_append(const AppendStep& step, const Run& run) const;
   void run_attend(const AttendStep& step, const Run& run) const;
   void run_convolve(const ConvolveStep& step, const Run& run) const;

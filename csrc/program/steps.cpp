@@ -9,6 +9,7 @@
 #include "ops/append_kv.h"
 #include "ops/conv_rows.h"
 #include "ops/grouped_linear.h"
+#include "ops/grouped_quantized_linear.h"
 #include "ops/linear.h"
 #include "ops/linear_attention_rows.h"
 #include "ops/linear_transposed.h"
@@ -19,6 +20,19 @@
 #include "program/run.h"
 
 namespace specdec {
+namespace {
+
+// The ids of the experts that rows have chosen, which a program computes as fp32 numbers.
+std::vector<std::int64_t> expert_ids_of(const Location& experts, std::int64_t offset, std::int64_t num_rows, std::int64_t choices) {
+  std::vector<std::int64_t> expert_ids(static_cast<std::size_t>(num_rows * choices));
+  for (std::int64_t row = 0; row < num_rows; ++row) {
+    const auto* chosen = reinterpret_cast<const float*>(experts.base + row * experts.row_stride + offset);
+    for (std::int64_t i = 0; i < choices; ++i) expert_ids[row * choices + i] = static_cast<std::int64_t>(chosen[i]);
+  }
+  return expert_ids;
+}
+
+}  // namespace
 
 void Program::run_linear(const LinearStep& step, const Run& run) const {
   const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
@@ -39,17 +53,20 @@ void Program::run_packed_linear(const PackedLinearStep& step, const Run& run) co
 
 void Program::run_grouped_linear(const GroupedLinearStep& step, const Run& run) const {
   const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
-  const Location &in = run.buffers[step.in], &experts = run.buffers[step.experts];
-  std::vector<std::int64_t> expert_ids(static_cast<std::size_t>(num_rows * step.choices));
-  for (std::int64_t row = 0; row < num_rows; ++row) {
-    const auto* chosen = reinterpret_cast<const float*>(experts.base + row * experts.row_stride + step.experts_offset);
-    for (std::int64_t i = 0; i < step.choices; ++i) {
-      expert_ids[row * step.choices + i] = static_cast<std::int64_t>(chosen[i]);
-    }
-  }
+  const Location& in = run.buffers[step.in];
+  const std::vector<std::int64_t> expert_ids = expert_ids_of(run.buffers[step.experts], step.experts_offset, num_rows, step.choices);
   grouped_linear({step.dtype, num_rows, step.choices, step.num_vectors, step.in_features, step.out_features,
                   step.num_experts, in.base + step.in_offset, in.row_stride / item_size(step.dtype), expert_ids.data(), step.weight,
                   step.transposed, step.bias, run.buffers[step.out].base, run.forward.num_threads});
+}
+
+void Program::run_grouped_packed_linear(const GroupedPackedLinearStep& step, const Run& run) const {
+  const std::int64_t num_rows = run.num_rows(buffers_[step.in].domain);
+  const Location& in = run.buffers[step.in];
+  const std::vector<std::int64_t> expert_ids = expert_ids_of(run.buffers[step.experts], step.experts_offset, num_rows, step.choices);
+  grouped_quantized_linear({step.dtype, num_rows, step.choices, step.num_vectors, step.num_experts, in.base + step.in_offset,
+                            in.row_stride / item_size(step.dtype), expert_ids.data(), step.weight, step.bias,
+                            run.buffers[step.out].base, run.forward.num_threads});
 }
 
 void Program::run_append(const AppendStep& step, const Run& run) const {

@@ -47,7 +47,8 @@ def quality_of(
     for text in texts:
         token_ids = torch.tensor([list(text)], device=loaded.device)
         expected, found = (model(input_ids=token_ids).logits[0].double() for model in (loaded, quantised))
-        p, q = expected.log_softmax(dim=-1), found.log_softmax(dim=-1)
+        p = expected.log_softmax(dim=-1)
+        q = found.log_softmax(dim=-1)
         divergences.append(torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1))
         agreements.append(expected.argmax(dim=-1) == found.argmax(dim=-1))
     kl = torch.cat(divergences)

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec_fast.errors import UnsupportedModelError
-from specdec_fast.ops import Ops
+from specdec_fast.models.quantized_linears import PackedExperts
+from specdec_fast.ops import Ops, resolve
 from specdec_fast.ops.checks import stored
 from specdec_fast.torch_threads import invariant_call
 
@@ -34,11 +36,10 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
     """
     if getattr(module, "_is_expert_parallel", False):  # an attribute since transformers 5.20
         raise UnsupportedModelError(f"the experts of {type(module).__name__} are spread over several devices.")
-    name = "gate_up_proj" if module.has_gate else "up_proj"
     expert_ids = stored(expert_ids)
-    products = invariant_call(ops.grouped_linear, stored(rows)[:, None], expert_ids, *_weights(module, name))
+    products = _products(ops, module, entry_name(module), stored(rows)[:, None], expert_ids)
     products = module._apply_gate(products) if module.has_gate else module.act_fn(products)
-    products = invariant_call(ops.grouped_linear, stored(products), expert_ids, *_weights(module, "down_proj"))
+    products = _products(ops, module, "down_proj", stored(products), expert_ids)
     if getattr(module, "has_post_expert_norm", False):  # an attribute since transformers 5.18
         products = module.post_expert_norm(products)
     weighted = products * weights[..., None]
@@ -48,17 +49,46 @@ def mixture(ops: Ops, module: Any, rows: Tensor, expert_ids: Tensor, weights: Te
     return total.to(rows.dtype)
 
 
-def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    weight = stored(getattr(module, name))
+def entry_name(module: Any) -> str:
+    """Return the name of the weights that the rows are multiplied with first; the others are ``down_proj``."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _products(ops: Ops, module: Any, name: str, rows: Tensor, expert_ids: Tensor) -> Tensor:
+    weight = getattr(module, name)
     bias = stored(getattr(module, f"{name}_bias")) if module.has_bias else None
-    return weight.mT if module.is_transposed else weight, bias
+    if isinstance(weight, PackedExperts):
+        result = invariant_call(ops.grouped_quantized_linear, rows, expert_ids, weight.packed, bias)
+    else:
+        weight = stored(weight)
+        weight = weight.mT if module.is_transposed else weight
+        result = invariant_call(ops.grouped_linear, rows, expert_ids, weight, bias)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def mixtures_of(model: nn.Module) -> dict[str, Any]:
+    """Return by name the modules that hold the weights of all experts of a layer."""
+    decorated = ("has_gate", "has_bias", "is_transposed")  # what every version's decorator sets
+    return {name: each for name, each in model.named_modules() if all(hasattr(each, mark) for mark in decorated)}
 
 
 def expert_configs(model: nn.Module) -> list[Any]:
     """Return the configs, each once, that name how the model's experts are computed."""
-    decorated = ("has_gate", "has_bias", "is_transposed")  # what every version's decorator sets
-    mixtures = [module for module in model.modules() if all(hasattr(module, name) for name in decorated)]
-    return list({id(module.config): module.config for module in mixtures}.values())
+    return list({id(module.config): module.config for module in mixtures_of(model).values()}.values())
+
+
+def use_own_function(module: Any) -> None:
+    """Let a model compute experts with packed weights by ``mixture`` wherever it is called, also outside of engines."""
+    module.config._experts_implementation_internal = _OF_PACKED
+
+
+def _mix_packed(module: nn.Module, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    return mixture(resolve(rows.device), module, rows, expert_ids, weights)
+
+
+_OF_PACKED = "specdec_packed"
+ALL_EXPERTS_FUNCTIONS.register(_OF_PACKED, _mix_packed)
 
 
 @contextmanager

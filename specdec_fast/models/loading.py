@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.quantized_linears import round_linears, rounded_copy
+from specdec_fast.models.rounded_models import round_weights, rounded_copy
 from specdec_fast.sampling_params import eos_ids
 
 
@@ -78,7 +78,7 @@ def load_model(
             "complete checkpoint, or correct its config."
         )
     if quantization is not None:
-        round_linears(model, quantization)
+        round_weights(model, quantization)
     return model
 
 

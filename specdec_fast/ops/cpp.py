@@ -126,6 +126,26 @@ def grouped_linear(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tenso
     return out
 
 
+def grouped_quantized_linear(
+    rows: Tensor, expert_ids: Tensor, weight: PackedWeight, bias: Tensor | None = None
+) -> Tensor:
+    """Run ``csrc/ops/grouped_quantized_linear.cpp``; the contract is the oracle's."""
+    rows = rows.contiguous()
+    num_rows, num_vectors, _ = rows.shape
+    out = rows.new_empty(*expert_ids.shape, weight.out_features)
+    _C.grouped_quantized_linear(
+        DTYPE_CODES[rows.dtype],
+        (num_rows, expert_ids.shape[1], num_vectors, len(weight.codes)),
+        rows.data_ptr(),
+        expert_ids.data_ptr(),
+        addresses_of_packed(weight),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def compact_kv_(kv_cache: Tensor, block_table: Tensor, cu_moves: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Run ``csrc/ops/compact_kv.cpp``; the contract is the oracle's."""
     num_layers, planes, num_pages, page_size, num_kv_heads, head_dim = kv_cache.shape

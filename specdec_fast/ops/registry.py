@@ -22,7 +22,7 @@ from specdec_fast.errors import BackendError, ConfigError
 
 AUTO = "auto"
 _DECLARATIONS = ("append_kv", "paged_attention", "verify_chain", "noise_words",
-                 "linear", "quantized_linear", "grouped_linear", "compact_kv", "realign_kv",
+                 "linear", "quantized_linear", "grouped_linear", "grouped_quantized_linear", "compact_kv", "realign_kv",
                  "conv_rows", "linear_attention_rows", "selective_scan_rows")  # fmt: skip
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels then run on the CPU, as NumPy
 # The backends that "auto" chooses from, best first; "torch" runs anywhere. "auto" never chooses FlashAttention: it

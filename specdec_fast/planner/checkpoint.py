@@ -15,7 +15,7 @@ from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.probe import probe_of
-from specdec_fast.models.quantized_linears import tensors_after_rounding
+from specdec_fast.models.rounded_models import tensors_after_rounding
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.runner.hf_model import HFModel

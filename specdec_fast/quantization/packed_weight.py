@@ -12,7 +12,8 @@ Inputs after the last one and outputs after the last one have code 0 and scale 0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ PANEL = 16  # outputs of a panel
 BLOCK = 32  # inputs of a block, if scales do not ask for shorter ones
 SHORT_BLOCK = 16
 TABLE_SIZE = 16  # values that a 4-bit code can have
+TABLE_BYTES = 4 * TABLE_SIZE
 # How a code becomes a value: two's complement, OCP float8 with 4 bits of exponent, or the entry of a table of 16.
 INT8 = "int8"
 FLOAT8 = "float8_e4m3"
@@ -33,6 +35,9 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """Weights ``[out_features, in_features]``: ``scale * value(code) + minimum``, with one scale per output and group.
+
+    Those of the experts of a layer are one packed weight too: codes, scales and mins have an axis of experts before the
+    others (``stacked``).
 
     Attributes:
         codes: ``[panels, blocks, words, 16]`` int32, contiguous; see the module.
@@ -59,7 +64,7 @@ class PackedWeight:
     @property
     def block_size(self) -> int:
         """The inputs of a block."""
-        return self.codes.shape[2] * (4 if self.table is None else 8)
+        return self.codes.shape[-2] * (4 if self.table is None else 8)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -72,6 +77,20 @@ class PackedWeight:
         return sum(each.nbytes for each in self.tensors)
 
 
+def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Return the weights of several experts, of one shape and format, as one."""
+    first = weights[0]
+    mins = None if first.mins is None else torch.stack([each.mins for each in weights if each.mins is not None])
+    codes = torch.stack([each.codes for each in weights])
+    return replace(first, codes=codes, scales=torch.stack([each.scales for each in weights]), mins=mins)
+
+
+def expert_of(weight: PackedWeight, expert: int) -> PackedWeight:
+    """Return the weight of one expert of a stacked one; it shares memory."""
+    mins = None if weight.mins is None else weight.mins[expert]
+    return replace(weight, codes=weight.codes[expert], scales=weight.scales[expert], mins=mins)
+
+
 def packed_bytes(
     out_features: int, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, has_mins: bool
 ) -> int:
@@ -80,7 +99,7 @@ def packed_bytes(
     block = block_size_of(group_size)
     words = -(-in_features // block) * block * bits // 32
     groups = -(-in_features // group_size)
-    table = TABLE_SIZE * 4 if bits == 4 else 0
+    table = TABLE_BYTES if bits == 4 else 0
     return panels * PANEL * (4 * words + groups * scale_dtype.itemsize * (2 if has_mins else 1)) + table
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec_fast.quantization.packed_weight import BLOCK, INT8, TABLE, PackedWeight, pack, packed_bytes
+from specdec_fast.quantization.packed_weight import (
+    BLOCK,
+    INT8,
+    TABLE,
+    TABLE_BYTES,
+    PackedWeight,
+    pack,
+    packed_bytes,
+)
 
 # Value i - 8 of code i, as Q4_0 has it.
 _INT4_TABLE = [float(value) for value in range(-8, 8)]
@@ -22,9 +30,10 @@ class Rounding:
     rounds_rows: bool
     group_size: int = BLOCK
 
-    def bytes_of(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a rounded weight."""
-        return packed_bytes(out_features, in_features, self.bits, self.group_size, SCALE_DTYPE, has_mins=False)
+    def bytes_of(self, out_features: int, in_features: int, num_experts: int = 1) -> int:
+        """Return the bytes of a rounded weight, or of those of several experts, which share a table."""
+        each = packed_bytes(out_features, in_features, self.bits, self.group_size, SCALE_DTYPE, has_mins=False)
+        return num_experts * each - (num_experts - 1) * TABLE_BYTES * (self.bits == 4)
 
 
 ROUNDINGS = {

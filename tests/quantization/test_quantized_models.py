@@ -12,11 +12,14 @@ from transformers.pytorch_utils import Conv1D
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
-from specdec_fast.models.quantized_linears import QuantizedLinear, linears_to_round, quantized_linears, rounded_copy
+from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
+from specdec_fast.models.rounded_models import linears_to_round, rounded_copy
 from specdec_fast.planner.checkpoint import checkpoint_sizes
-from specdec_fast.quantization.packed_weight import dequantized
+from specdec_fast.quantization.packed_weight import dequantized, expert_of
 from specdec_fast.quantization.rounding import ROUNDINGS
 from specdec_fast.runner.model_memory import bytes_of, weights_of
+from support.experts import CONFIGS as MIXTURES
+from support.experts import tiny_mixture
 from support.grids import combinations, each_value_once, grid
 from support.models import CONFIGS, tiny_model
 from support.recurrent_models import recurrent_model
@@ -184,7 +187,7 @@ def test_a_weight_that_cannot_be_rounded_is_named():
     target = tiny_model("llama")
     target.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("inf")
     with pytest.raises(
-        sd.ConfigError, match=r"model.layers.1.mlp.up_proj.weight of LlamaForCausalLM cannot be quantised"
+        sd.ConfigError, match=r"model.layers.1.mlp.up_proj.weight cannot be quantised: the weight has numbers"
     ):
         sd.Engine(target, None, quantization="int4")
 
@@ -197,3 +200,43 @@ def test_modules_say_what_they_are():
     )
     assert isinstance(quantized.lm_head, QuantizedLinear)
     assert rounded_copy(quantized, "int4-a8") is quantized, "a model that is quantised already stays as it is"
+
+
+@pytest.mark.parametrize("name", grid(list(MIXTURES), keep=list(MIXTURES)[1::4]))
+@pytest.mark.parametrize("quantization", ["int4", "int8-a8"])
+def test_experts_are_rounded_as_well(name, quantization):
+    """Their engine decodes as plain decoding does and as transformers does, which calls the same op."""
+    quantized = rounded_copy(tiny_mixture(name), quantization)
+    assert any(isinstance(module, PackedExperts) for module in quantized.modules())
+    assert all(parameter.dim() < 3 for parameter in quantized.parameters())
+    expected = [transformers_greedy(quantized, prompt, 10) for prompt in PROMPTS]
+    engine = sd.Engine(quantized, "ngram", max_batch_size=3)
+    assert engine.describe()["why_no_program"] is None
+    outputs = engine.generate(PROMPTS, sd.SamplingParams(max_new_tokens=10, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_sizes_of_rounded_experts_are_known_before_loading(tmp_path):
+    model = tiny_mixture("qwen3-moe")
+    model.save_pretrained(tmp_path)
+    expected = bytes_of(weights_of(rounded_copy(model, "int4")))
+    assert checkpoint_sizes(tmp_path, None, "int4").weights == expected
+
+
+def test_logits_of_rounded_experts_are_those_of_the_dequantized_weights():
+    model = tiny_mixture("gpt-oss")
+    quantized = rounded_copy(model, "int4")
+    own = with_dequantized_weights(model, quantized)
+    own.set_experts_implementation("batched_mm")  # which computes in fp64
+    for name, module in quantized.named_modules():
+        if isinstance(module, PackedExperts):
+            parent, _, attribute = name.rpartition(".")
+            experts = own.get_submodule(parent)
+            each = [dequantized(expert_of(module.packed, e)) for e in range(len(module.codes))]
+            weights = torch.stack([weight.t() if experts.is_transposed else weight for weight in each])
+            setattr(experts, attribute, torch.nn.Parameter(weights))
+    token_ids = torch.arange(30)[None]
+    with torch.inference_mode():
+        found = quantized(token_ids).logits.double()
+        expected = own(token_ids).logits
+    assert float((found - expected).norm() / expected.norm()) < 1e-5

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.common import recurrences
 from bench.common.correctness_gate import exact_part, rounded_part
-from bench.common.references import quantized_linear_in_float64
+from bench.common.references import grouped_quantized_linear_in_float64, quantized_linear_in_float64
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import BACKENDS, Op, all_ops, registry
 from support.op_cases import attention_in_fp64
@@ -74,6 +74,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "linear": linear_in_float64,
     "quantized_linear": lambda **args: quantized_linear_in_float64(**args).cpu(),
     "grouped_linear": grouped_linear_in_float64,
+    "grouped_quantized_linear": lambda **args: grouped_quantized_linear_in_float64(**args).cpu(),
     "conv_rows_": recurrences.conv_in_float64,
     "linear_attention_rows_": recurrences.linear_attention_in_float64,
     "selective_scan_rows_": recurrences.scan_in_float64,

@@ -18,6 +18,7 @@ from specdec_fast.program.plan.ir import (
     Convolve,
     Gather,
     GroupedLinear,
+    GroupedPackedLinear,
     Heads,
     Linear,
     Operand,
@@ -98,6 +99,18 @@ def _(step: GroupedLinear, program: _C.Program, plan: Plan) -> None:
         weight.data_ptr(),
         0 if step.bias is None else step.bias.data_ptr(),
         not weight.is_contiguous(),
+    )
+
+
+@_add.register
+def _(step: GroupedPackedLinear, program: _C.Program, plan: Plan) -> None:
+    program.add_grouped_packed_linear(
+        DTYPE_CODES[step.dtype],
+        (step.source, step.experts, step.out),
+        (step.offset * step.dtype.itemsize, step.experts_offset * torch.float32.itemsize),
+        (step.num_vectors, step.choices, len(step.weight.codes)),
+        addresses_of_packed(step.weight),
+        0 if step.bias is None else step.bias.data_ptr(),
     )
 
 

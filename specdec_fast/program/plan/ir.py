@@ -168,6 +168,26 @@ class GroupedLinear(OneResult):
         return [self.source, self.experts]
 
 
+@dataclass(frozen=True, eq=False)
+class GroupedPackedLinear(OneResult):
+    """``GroupedLinear`` with a packed weight; see ``ops/grouped_quantized_linear.py``."""
+
+    source: int
+    offset: int
+    num_vectors: int
+    experts: int
+    experts_offset: int
+    choices: int
+    dtype: torch.dtype  # of vectors, bias and result
+    weight: PackedWeight  # of all experts
+    bias: Tensor | None
+    out: int
+
+    @property
+    def reads(self) -> list[int]:
+        return [self.source, self.experts]
+
+
 @dataclass(frozen=True)
 class Append(BufferUse):
     """Write a layer's keys and values into pages."""
@@ -281,7 +301,7 @@ class Scan(OneResult):
 
 
 Recurrent = Convolve | AttendLinearly | Scan
-Instruction = RowOp | Linear | PackedLinear | GroupedLinear | Append | Attend | Gather | Recurrent
+Instruction = RowOp | Linear | PackedLinear | GroupedLinear | GroupedPackedLinear | Append | Attend | Gather | Recurrent
 
 # Places of buffers: shared memory, a thread's own, and what a forward returns, writes into or receives.
 ARENA, SCRATCH, LOGITS, TAPS, INPUTS = range(5)

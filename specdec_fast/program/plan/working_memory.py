@@ -11,6 +11,7 @@ from specdec_fast.program.plan.ir import (
     AttendLinearly,
     Convolve,
     GroupedLinear,
+    GroupedPackedLinear,
     Instruction,
     Linear,
     PackedLinear,
@@ -62,15 +63,21 @@ def working_bytes(
     transposed, and the threads. ``packed_linear_bytes`` does of a quantised one, from its rows, weight and threads.
     """
 
+    def of_packed(step: PackedLinear | GroupedPackedLinear) -> int:
+        if isinstance(step, PackedLinear):
+            rows = num_logit_rows if plan.buffers[step.source].domain == LOGIT_ROWS else num_rows
+            return packed_linear_bytes(rows * step.num_vectors, step.weight, num_threads)
+        copies = num_rows * (step.weight.in_features + step.weight.out_features) * step.dtype.itemsize
+        return copies + packed_linear_bytes(num_rows, step.weight, num_threads)
+
     def of(step: Instruction) -> int:
         if isinstance(step, Linear):
             rows = num_logit_rows if plan.buffers[step.source].domain == LOGIT_ROWS else num_rows
             out_features, in_features = step.weight.shape
             sizes = rows * step.num_vectors, in_features, out_features
             return linear_bytes(sizes, not step.weight.is_contiguous(), num_threads)
-        if isinstance(step, PackedLinear):
-            rows = num_logit_rows if plan.buffers[step.source].domain == LOGIT_ROWS else num_rows
-            return packed_linear_bytes(rows * step.num_vectors, step.weight, num_threads)
+        if isinstance(step, PackedLinear | GroupedPackedLinear):
+            return of_packed(step)
         if isinstance(step, GroupedLinear):  # at worst every row chooses the same expert
             _, out_features, in_features = step.weight.shape
             copies = num_rows * (in_features + out_features) * step.weight.dtype.itemsize

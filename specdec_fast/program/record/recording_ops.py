@@ -12,6 +12,7 @@ from specdec_fast.ops import Ops
 from specdec_fast.program.record.recurrent_calls import attend_linearly, convolve, scan
 from specdec_fast.program.record.row_views import NotLowerableError
 from specdec_fast.program.record.tracer import Recorder
+from specdec_fast.quantization.packed_weight import PackedWeight
 
 
 def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBatch) -> Ops:
@@ -25,6 +26,7 @@ def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBat
         paged_attention=calls.paged_attention,
         linear=torch.nn.functional.linear,  # the recorder sees it as an operation of PyTorch
         grouped_linear=calls.grouped_linear,
+        grouped_quantized_linear=calls.grouped_quantized_linear,
         conv_rows_=calls.conv_rows_,
         linear_attention_rows_=calls.linear_attention_rows_,
         selective_scan_rows_=calls.selective_scan_rows_,
@@ -63,6 +65,14 @@ class _RecordedCalls:
         with self._recorder.paused():
             result: Tensor = self.ops.grouped_linear(rows, expert_ids, weight, bias)
         self._recorder.tape.grouped_linear(rows, expert_ids, weight, bias, result)
+        return result
+
+    def grouped_quantized_linear(
+        self, rows: Tensor, expert_ids: Tensor, weight: PackedWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        with self._recorder.paused():
+            result: Tensor = self.ops.grouped_quantized_linear(rows, expert_ids, weight, bias)
+        self._recorder.tape.grouped_quantized_linear(rows, expert_ids, weight, bias, result)
         return result
 
     def conv_rows_(

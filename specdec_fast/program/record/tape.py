@@ -20,6 +20,7 @@ from specdec_fast.program.plan.ir import (
     Buffer,
     Gather,
     GroupedLinear,
+    GroupedPackedLinear,
     Heads,
     Instruction,
     Linear,
@@ -225,6 +226,22 @@ class Tape:
         weights = kept(weight), None if bias is None else kept(bias)
         places = (view.buffer, view.offset, view.sizes[1], chosen.buffer, chosen.offset, chosen.sizes[1])
         self.instructions.append(GroupedLinear(*places, *weights, out.buffer))
+        self.bind(result, out)
+
+    def grouped_quantized_linear(
+        self, rows: Tensor, expert_ids: Tensor, weight: PackedWeight, bias: Tensor | None, result: Tensor
+    ) -> None:
+        """Record the op ``grouped_quantized_linear``."""
+        view = self.row_view(rows)
+        chosen = self.row_view(expert_ids)
+        is_plain = bias is None or (bias.is_contiguous() and bias.dtype == view.dtype)
+        if not is_plain or (view.axis, chosen.axis) != (0, 0) or view.domain != chosen.domain:
+            raise NotLowerableError("quantised experts with a bias that is not plain, or of another dtype")
+        view, chosen = (each if each.is_dense else self.copied(each) for each in (view, chosen))
+        out = self.fresh_like(result, 0, view.domain)
+        places = (view.buffer, view.offset, view.sizes[1], chosen.buffer, chosen.offset, chosen.sizes[1])
+        bias = None if bias is None else kept(bias)
+        self.instructions.append(GroupedPackedLinear(*places, view.dtype, weight, bias, out.buffer))
         self.bind(result, out)
 
     def gather(self, view: RowView, result: Tensor) -> None:

@@ -24,6 +24,7 @@ from specdec_fast.program.plan.ir import (
     Attend,
     Gather,
     GroupedLinear,
+    GroupedPackedLinear,
     Instruction,
     Linear,
     PackedLinear,
@@ -131,6 +132,7 @@ class TritonProgram:
             EitherWay: self._either_way,
             PackedLinear: self._packed_linear,
             GroupedLinear: self._grouped_linear,
+            GroupedPackedLinear: self._grouped_packed_linear,
             Attend: self._attend,
             Gather: self._gather,
         }
@@ -208,11 +210,15 @@ class TritonProgram:
         in_features = step.weight.shape[2]
 
         def launch(forward: DeviceForward) -> None:
-            rows = forward.memory[step.source]
-            chosen = forward.memory[step.experts]
-            wide = rows[:, step.offset : step.offset + step.num_vectors * in_features].unflatten(1, (-1, in_features))
-            ids = chosen[:, step.experts_offset : step.experts_offset + step.choices].long()
+            wide, ids = _experts_inputs(forward, step, in_features)
             forward.memory[step.out] = self._ops.grouped_linear(wide, ids, step.weight, step.bias).flatten(1)
+
+        return launch
+
+    def _grouped_packed_linear(self, step: GroupedPackedLinear) -> Callable[[DeviceForward], None]:
+        def launch(forward: DeviceForward) -> None:
+            wide, ids = _experts_inputs(forward, step, step.weight.in_features)
+            forward.memory[step.out] = self._ops.grouped_quantized_linear(wide, ids, step.weight, step.bias).flatten(1)
 
         return launch
 
@@ -262,9 +268,19 @@ def _dtype_of_result(plan: Plan, step: Instruction, dtypes: dict[int, torch.dtyp
         return step.out.dtype
     if isinstance(step, Linear | GroupedLinear):
         return step.weight.dtype
-    if isinstance(step, PackedLinear | Recurrent):
+    if isinstance(step, PackedLinear | GroupedPackedLinear | Recurrent):
         return step.dtype
     return dtypes.get(step.source, plan.dtype) if isinstance(step, Gather) else plan.dtype
+
+
+def _experts_inputs(
+    forward: DeviceForward, step: GroupedLinear | GroupedPackedLinear, in_features: int
+) -> tuple[Tensor, Tensor]:
+    """Return the inputs of experts ``[T, num_vectors, in_features]``, and the ids of the chosen ones."""
+    rows = forward.memory[step.source]
+    chosen = forward.memory[step.experts]
+    wide = rows[:, step.offset : step.offset + step.num_vectors * in_features].unflatten(1, (-1, in_features))
+    return wide, chosen[:, step.experts_offset : step.experts_offset + step.choices].long()
 
 
 def _reads(launch: Prepared) -> set[int]:

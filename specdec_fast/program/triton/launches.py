@@ -21,6 +21,7 @@ from specdec_fast.program.plan.ir import (
     BufferUse,
     Gather,
     GroupedLinear,
+    GroupedPackedLinear,
     Instruction,
     Linear,
     PackedLinear,
@@ -55,7 +56,7 @@ class JointLinear(BufferUse):
         return [buffer for step in self.steps for buffer in step.writes]
 
 
-_Single = Linear | PackedLinear | GroupedLinear | Attend | Recurrent | Gather
+_Single = Linear | PackedLinear | GroupedLinear | GroupedPackedLinear | Attend | Recurrent | Gather
 Shared = _Single | JointLinear  # read weights, pages or states that rows share
 PlannedLaunch = RowFusion | Shared
 
