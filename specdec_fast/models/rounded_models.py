@@ -118,7 +118,9 @@ def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[l
     ]
     experts = mixtures_of(model).values()
     weights = {(each, name): _matrices_of(each, name) for each in experts for name in (entry_name(each), "down_proj")}
-    sizes += [ROUNDINGS[quantization].bytes_of(*each.shape[1:], len(each)) for each in weights.values()]
+    for each in weights.values():
+        num_experts, out_features, in_features = each.shape
+        sizes.append(ROUNDINGS[quantization].bytes_of(out_features, in_features, num_experts))
     replaced = {(module, "weight") for module in linears.values()} | set(weights)
     kept = [
         tensor
