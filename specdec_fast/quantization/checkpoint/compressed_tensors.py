@@ -76,6 +76,8 @@ class CompressedTensorsFormat(LinearFormat):
             return packed_integers(tensors, codes, zeros, scales, 8, size), None
         codes = self._packed_codes(tensors, out_features, in_features)
         zeros = self._packed_zeros(tensors, out_features, scales.shape[1])
+        if "weight_g_idx" in tensors and (tensors.peek("weight_g_idx") == -1).all():  # older versions: in order
+            tensors.skip("weight_g_idx")
         order = None
         if "weight_g_idx" in tensors and self.strategy == "group":
             order = order_of_groups(tensors, "weight_g_idx", in_features, size, scales.shape[1])
@@ -134,7 +136,7 @@ class Targets:
     expressions: tuple[re.Pattern[str], ...]
 
     def rank(self, name: str, class_name: str) -> int | None:
-        """Return how closely they match: 0 by the module's name, 1 by an expression, 2 by its class, None not at all."""
+        """Return how closely they match: 0 by the module's name, 1 by an expression, 2 by its class, None: not."""
         if name in self.names:
             return 0
         if any(expression.match(name) for expression in self.expressions):
