@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.quantized_checkpoint import config_with_codes
 from specdec_fast.models.rounded_models import round_weights, rounded_copy
 from specdec_fast.sampling_params import eos_ids
 
@@ -54,8 +55,10 @@ def load_model(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _expect_usable(device)
     try:
+        with_codes = config_with_codes(name)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
+            **({} if with_codes is None else {"config": with_codes}),
             dtype=dtype or "auto",
             trust_remote_code=False,
             output_loading_info=True,

@@ -39,14 +39,23 @@ class QuantizedLinear(nn.Module):
         codes, scales, mins, table: the tensors of the packed weight, as buffers.
         bias: ``[out_features]``, or None.
         dtype: of the rows that the model passes; what ``weight.dtype`` says.
+        permutation: ``[in_features]`` int64, a buffer: input i of the packed weight is input ``permutation[i]`` of the
+            module. None: inputs have their own order.
     """
 
     codes: Tensor
     scales: Tensor
     mins: Tensor | None
     table: Tensor | None
+    permutation: Tensor | None
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        permutation: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.dtype = dtype or weight.scales.dtype
         self.in_features = weight.in_features
@@ -56,6 +65,7 @@ class QuantizedLinear(nn.Module):
         self.rounds_rows = weight.rounds_rows
         for name in ("codes", "scales", "mins", "table"):
             self.register_buffer(name, getattr(weight, name))
+        self.register_buffer("permutation", permutation)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
@@ -72,10 +82,14 @@ class QuantizedLinear(nn.Module):
             self.in_features, self.out_features, self.group_size, self.kind, self.rounds_rows,
         )  # fmt: skip
 
+    def ordered(self, rows: Tensor) -> Tensor:
+        """Return rows ``[..., in_features]`` with inputs in the order of the packed weight."""
+        return rows if self.permutation is None else rows.index_select(-1, self.permutation)
+
     def forward(self, rows: Tensor) -> Tensor:
         """Multiply ``[..., in_features]``: ``[..., out_features]`` in the dtype of ``rows``."""
         result: Tensor = torch.ops.specdec_fast.quantized_linear(
-            rows, self.codes, self.scales, self.mins, self.table, self.bias,
+            self.ordered(rows), self.codes, self.scales, self.mins, self.table, self.bias,
             self.in_features, self.out_features, self.group_size, self.kind, self.rounds_rows and not _exact_rows.get(),
         )  # fmt: skip
         return result

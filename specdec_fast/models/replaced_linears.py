@@ -110,7 +110,7 @@ class Linears:
 
     def _multiply(self, module: QuantizedLinear, rows: Tensor) -> Tensor:
         """Compute a quantised linear, whose op has one order for any number of rows; zeros in rows of padding."""
-        flat = stored(rows).reshape(-1, rows.shape[-1])
+        flat = module.ordered(stored(rows).reshape(-1, rows.shape[-1]))
         num_rows = len(flat)
         num_real = num_rows if self.real_rows is None else self.real_rows.get(num_rows, num_rows)
         out: Tensor = invariant_call(self._quantized, flat[:num_real], module.packed, module.bias)

@@ -1,9 +1,16 @@
-"""Writes linears as GPTQ, AWQ and mxfp4 checkpoints store them, number by number, from those formats' definitions."""
+"""Writes linears, and checkpoints of tiny models, as GPTQ, AWQ and others store them, from the formats' definitions."""
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the parts of a word, the lowest first
 
@@ -58,3 +65,88 @@ def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
 def integer_weights(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor) -> Tensor:
     """Return in fp64 what codes, zeros and scales stand for."""
     return scales.double()[:, group_of] * (codes - zeros[:, group_of]).double()
+
+
+def group_of_inputs(in_features: int, group_size: int, *, shuffled: bool) -> Tensor:
+    """Return the group of each input; ``shuffled``: as act-order leaves them."""
+    group_of = torch.arange(in_features) // group_size
+    return group_of[torch.randperm(in_features, generator=torch.Generator().manual_seed(5))] if shuffled else group_of
+
+
+def _integer_linear(name: str, out_features: int, in_features: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    size = 32
+    shape = (out_features, in_features // size)
+    codes = integers(0, 256 if name == "gptq-8" else 16, out_features, in_features, seed=seed)
+    zeros = integers(0, 16, *shape, seed=seed) if name != "gptq-8" else torch.full(shape, 128)
+    scales = ((numbers(*shape, seed=seed).abs() + 0.5) * (0.004 if name == "gptq-8" else 0.06)).half()
+    group_of = group_of_inputs(in_features, size, shuffled=name == "gptq-act-order")
+    exact = integer_weights(codes, zeros, scales, group_of)
+    if name == "awq":
+        return awq(codes, zeros, scales), exact
+    return gptq(codes, zeros, scales, 8 if name == "gptq-8" else 4, group_of, lower=name != "gptq-8"), exact
+
+
+def _compressed_linear(name: str, out_features: int, in_features: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    if name == "int4":
+        codes = integers(0, 16, out_features, in_features, seed=seed)
+        scales = ((numbers(out_features, in_features // 32, seed=seed).abs() + 0.5) * 0.06).bfloat16()
+        shape = torch.tensor([out_features, in_features])
+        tensors = {"weight_packed": words(codes, 4), "weight_scale": scales, "weight_shape": shape}
+        return tensors, scales.double().repeat_interleave(32, dim=1) * (codes - 8)
+    scales = (numbers(out_features, 1, seed=seed).abs() + 0.5).bfloat16()
+    if name == "int8":
+        codes = integers(-128, 128, out_features, in_features, seed=seed)
+        scales = scales * 0.004
+        return {"weight": codes.to(torch.int8), "weight_scale": scales}, scales.double() * codes
+    floats = (numbers(out_features, in_features, seed=seed) * 0.3).to(torch.float8_e4m3fn)
+    if name == "fp8":
+        return {"weight": floats, "weight_scale": scales}, scales.double() * floats.double()
+    blocks = numbers(-(-out_features // 32), in_features // 32, seed=seed).abs() + 0.5
+    exact = blocks.double().repeat_interleave(32, dim=0)[:out_features].repeat_interleave(32, dim=1) * floats.double()
+    return {"weight": floats, "weight_scale_inv": blocks}, exact
+
+
+def _group(layout: str, **weights: Any) -> dict[str, Any]:
+    entry = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": entry},
+        "ignore": ["lm_head"], "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+# ``quantization_config`` of the formats in which ``write_with_codes`` writes.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "int4": _group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
+    "int8": _group("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "fp8": _group("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "fp8-blocks": {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]},
+    "gptq": {**_GPTQ, "desc_act": False},
+    "gptq-act-order": {**_GPTQ, "desc_act": True},
+    "gptq-8": {**_GPTQ, "bits": 8, "sym": True, "checkpoint_format": "gptq_v2"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+}
+
+
+def write_with_codes(folder: Path, model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Write a checkpoint with random codes for all linears but the output layer, whose outputs must be multiples of 8.
+
+    Returns the model, with the weights that the codes stand for, in fp64.
+    """
+    model.save_pretrained(folder)
+    exact = copy.deepcopy(model).double()
+    tensors = load_file(folder / "model.safetensors")
+    linears = {key: each for key, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    for seed, (key, linear) in enumerate(linears.items()):
+        if key == "lm_head":
+            continue
+        write = _compressed_linear if name in ("int4", "int8", "fp8", "fp8-blocks") else _integer_linear
+        parts, weights = write(name, linear.out_features, linear.in_features, seed)
+        del tensors[f"{key}.weight"]
+        tensors.update({f"{key}.{suffix}": part.contiguous() for suffix, part in parts.items()})
+        exact.get_submodule(key).weight.data = weights
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = CONFIGS[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return exact

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.quantization.checkpoint.config import CheckpointQuantization
@@ -46,8 +45,16 @@ class CheckpointFiles:
 
     def tensors_of(self, module: str) -> LinearTensors:
         """Read the tensors of one module."""
-        names = {suffix: f"{module}.{suffix}" for suffix in self.suffixes_of(module)}
-        tensors = {suffix: self._read(name) for suffix, name in names.items()}
+        suffix_of = {f"{module}.{suffix}": suffix for suffix in self.suffixes_of(module)}
+        tensors = {}
+        for path in {self._file_of[name] for name in suffix_of}:
+            try:
+                with safe_open(path, "pt") as file:
+                    for name, suffix in suffix_of.items():
+                        if self._file_of[name] == path:
+                            tensors[suffix] = file.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path}: the tensors of {module} cannot be read: {error}") from error
         return LinearTensors(module, tensors, lambda suffix: self._shown(f"{module}.{suffix}", module))
 
     def dtype_of(self, name: str) -> str:
@@ -87,15 +94,6 @@ class CheckpointFiles:
     def modules_with_codes(self, quantization: CheckpointQuantization) -> set[str]:
         """Return the names of all modules that have tensors of codes."""
         return {module for module, suffixes in self._suffixes.items() if quantization.markers.intersection(suffixes)}
-
-    def _read(self, name: str) -> Tensor:
-        path = self._file_of[name]
-        try:
-            with safe_open(path, "pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: {name} cannot be read: {error}") from error
-        return tensor
 
     def _shown(self, name: str, module: str) -> str:
         """Return the file of a tensor; of one that is missing, that of another tensor of its module."""

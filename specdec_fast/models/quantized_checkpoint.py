@@ -1,0 +1,120 @@
+"""Loads checkpoints that hold their own codes: ``transformers`` loads what is plain, and this module the linears.
+
+``transformers`` calls a quantiser before and after it loads weights. Before, each linear with codes becomes a module
+without weights; after, a :class:`QuantizedLinear`, one after the other. So no weight exists in full precision.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.models.quantized_linears import QuantizedLinear, linears_to_round
+from specdec_fast.quantization.checkpoint.config import READABLE, CheckpointQuantization, read_quantization_config
+from specdec_fast.quantization.checkpoint.files import CheckpointFiles, open_folder
+
+_NAME = "specdec_fast_codes"  # among the quantisers of transformers
+
+
+def config_with_codes(source: str) -> PreTrainedConfig | None:
+    """Return a model's config such that ``from_pretrained`` loads its codes; None if it has none that are read here.
+
+    Raises ConfigError, which names the field, if its ``quantization_config`` has one that cannot be read.
+    """
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    fields = getattr(config, "quantization_config", None)
+    if not isinstance(fields, dict) or fields.get("quant_method") not in READABLE:
+        return None
+    read_quantization_config(fields)
+    config.quantization_config = {"quant_method": _NAME, "fields": fields}
+    return config
+
+
+@register_quantization_config(_NAME)
+class _Codes(QuantizationConfigMixin):
+    """The ``quantization_config`` of a checkpoint, in ``fields``, for ``_CodesLoader``."""
+
+    def __init__(self, fields: dict[str, Any], quant_method: str = _NAME) -> None:
+        self.fields = fields
+        self.quant_method = quant_method
+
+
+class _Awaited(nn.Module):
+    """Stands for a linear until its codes are read."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.has_bias = linear.bias is not None
+
+
+@register_quantizer(_NAME)
+class _CodesLoader(HfQuantizer):
+    """Replaces linears with codes before and after ``transformers`` loads the other weights."""
+
+    quantization_config: _Codes
+    _quantization: CheckpointQuantization
+    _files: CheckpointFiles
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self._quantization = read_quantization_config(self.quantization_config.fields)
+        self._files = open_folder(Path(kwargs["checkpoint_files"][0]).parent)
+        left = self._files.modules_with_codes(self._quantization)
+        suffixes: set[str] = set()
+        for name, module in linears_to_round(model).items():
+            if self._files.has_codes(name, self._quantization):
+                left.discard(name)
+                suffixes.update(self._files.suffixes_of(name))
+                _expect_own_weight(model, name)
+                model.set_submodule(name, _Awaited(module))
+        if left:
+            raise ConfigError(
+                f"the tensors of codes of {min(left)} belong to no linear of {type(model).__name__} ({len(left)} such "
+                "modules in all); codes of experts and of layers other than linears cannot be read yet."
+            )
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | {rf"\.{suffix}$" for suffix in suffixes}
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, _Awaited):
+                model.set_submodule(name, self._linear(name, module, model.dtype))
+        self.remove_quantization_config(model)
+
+    def _linear(self, name: str, module: _Awaited, dtype: torch.dtype) -> QuantizedLinear:
+        linear_format = self._quantization.format_of(name)
+        assert linear_format is not None
+        tensors = self._files.tensors_of(name)
+        if module.has_bias and "bias" not in tensors:
+            raise tensors.fault("bias", "is missing, and the model's linear has one.")
+        if not module.has_bias and "bias" in tensors and not tensors.peek("bias").any():
+            tensors.skip("bias")  # GPTQ stores a bias of zeros for every linear
+        if not module.has_bias and "bias" in tensors:
+            raise tensors.fault("bias", "is not 0, and the model's linear has no bias.")
+        read = linear_format.read(tensors, module.out_features, module.in_features)
+        bias: Tensor | None = None if read.bias is None else read.bias.to(dtype)
+        return QuantizedLinear(read.weight, bias, dtype, read.permutation).eval()
+
+
+def _expect_own_weight(model: PreTrainedModel, name: str) -> None:
+    tied = getattr(model, "all_tied_weights_keys", {})
+    if f"{name}.weight" in tied:
+        raise ConfigError(
+            f"the checkpoint has codes of {name}, whose weight is that of {tied[f'{name}.weight']} by the "
+            "model's config (tie_word_embeddings); correct the config if the two differ."
+        )

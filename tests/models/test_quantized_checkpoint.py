@@ -1,0 +1,155 @@
+"""Checkpoints with codes of their own: logits, exactness under speculation, memory, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+import specdec_fast as sd
+from specdec_fast.errors import ConfigError
+from specdec_fast.models.loading import load_model
+from specdec_fast.models.quantized_linears import QuantizedLinear, quantized_linears
+from support.checkpoint_codes import CONFIGS, write_with_codes
+from support.models import TINY_GROUPED, VOCAB_SIZE
+
+SIZES = {**TINY_GROUPED, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+PROMPTS = [[5, 9, 2, 7, 9, 2, 7], [11, 3, 3, 8], [1]]
+
+
+def tiny(name):
+    """Return a random model; some with biases and with heads whose width is not that of the inputs."""
+    torch.manual_seed(0)
+    config = Qwen3Config(**SIZES, head_dim=32) if name in ("gptq", "fp8-blocks") else LlamaConfig(**SIZES)
+    config.attention_bias = name in ("awq", "int8")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias"):
+            parameter.data.normal_(std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return a function that writes a checkpoint of a format once: its folder, and the model of exact weights."""
+    made = {}
+
+    def write(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = folder, write_with_codes(folder, tiny(name), name)
+        return made[name]
+
+    return write
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_weights_in_fp64(name, written):
+    """At most four times as far as the logits of PyTorch's own linears in fp32 with the same weights."""
+    folder, exact = written(name)
+    ids = torch.arange(40).view(2, 20) * 7 % VOCAB_SIZE
+    with torch.no_grad():
+        expected = exact(ids).logits
+        model = load_model(folder, torch.float32, torch.device("cpu"))
+        found = model(ids).logits
+        plain = tiny(name)
+        plain.load_state_dict(exact.state_dict())
+        rounding = (plain(ids).logits - expected).abs().max()
+    assert len(quantized_linears(model)) == 14
+    assert type(model.lm_head) is nn.Linear
+    assert (found - expected).abs().max() <= 4 * rounding
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_speculation_gives_the_tokens_of_plain_decoding(name, written, tmp_path):
+    """Drafts come from the same weights in another dtype, which agree mostly, and from the prompt, which seldom do."""
+    folder, exact = written(name)
+    exact.to(torch.bfloat16).save_pretrained(tmp_path)
+    params = [
+        sd.SamplingParams(max_new_tokens=24),
+        sd.SamplingParams(max_new_tokens=24, temperature=1.0, seed=3),
+        sd.SamplingParams(max_new_tokens=24),
+    ]
+    outputs = {}
+    for draft in (None, "ngram", tmp_path):
+        options = {} if draft is None else {"num_draft_tokens": 4}
+        engine = sd.Engine(folder, draft, dtype="bfloat16", max_batch_size=1 if draft is None else 3, **options)
+        results = engine.generate(PROMPTS, params, progress=False)
+        outputs[draft] = [(each.token_ids, each.error) for each in results]
+    plain = outputs.pop(None)
+    assert all(len(token_ids) == 24 and error is None for token_ids, error in plain)
+    for found in outputs.values():
+        assert found == plain
+
+
+def test_no_weight_exists_in_full_precision(written, monkeypatch):
+    """Every linear but the output layer has codes alone, and none of its size exists while the model is loaded."""
+    folder, _ = written("int4")
+    largest = []
+    original = torch.empty_like
+
+    def seen(tensor, **kwargs):
+        largest.append(tensor.shape)
+        return original(tensor, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", seen)
+    model = load_model(folder, None, torch.device("cpu"))
+    names = {key for key, _ in model.named_parameters()}
+    assert names == {key for key in names if "norm" in key or "embed" in key or "lm_head" in key}
+    assert not [shape for shape in largest if len(shape) == 2]
+    assert not hasattr(model.config, "quantization_config")
+    assert all(isinstance(each, QuantizedLinear) and not each.training for each in quantized_linears(model).values())
+
+
+def rewritten(folder, tmp_path, change, config=None):
+    """Copy a checkpoint with other tensors or another config."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"].update(config or {})
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{DOWN}.qzeros"), f"model.safetensors: {DOWN}.qzeros is missing"),
+        (lambda t: t.pop(f"{DOWN}.qweight"), f"model.safetensors: {DOWN}.qweight is missing, although"),
+        (lambda t: t[f"{DOWN}.scales"].fill_(float("inf")), f"model.safetensors: {DOWN}.scales has numbers that are"),
+        (lambda t: t[f"{DOWN}.g_idx"].fill_(99), f"model.safetensors: {DOWN}.g_idx has group 99 at 0; expected 0 to 3"),
+        (lambda t: t.update({f"{DOWN}.extra": torch.ones(1)}), f"{DOWN}.extra is a tensor that its format does not"),
+        (lambda t: t.update({f"{DOWN}.bias": torch.ones(64)}), f"{DOWN}.bias is not 0, and the model's linear has no"),
+        (lambda t: t.update({"a.b.qweight": torch.ones(1)}), "tensors of codes of a.b belong to no linear of Qwen3"),
+        (lambda t: t.pop("model.norm.weight"), "lacks weights of Qwen3ForCausalLM: model.norm.weight"),
+    ],
+)
+def test_damaged_tensors_are_refused_with_file_and_name(change, message, written, tmp_path):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        load_model(rewritten(written("gptq")[0], tmp_path, change), None, torch.device("cpu"))
+
+
+def test_config_and_tensors_must_agree(written, tmp_path):
+    folder = rewritten(written("gptq")[0], tmp_path, lambda t: None, {"group_size": 128, "desc_act": False})
+    with pytest.raises(ConfigError, match=r"qzeros has shape \[2, 16\]; expected \[1, 16\]"):
+        load_model(folder, None, torch.device("cpu"))
+    folder = rewritten(written("int4")[0], tmp_path, lambda t: None, {"ignore": ["lm_head", "re:.*q_proj"]})
+    with pytest.raises(ConfigError, match=r"q_proj\.weight_packed is a tensor of codes, but quantization_config"):
+        load_model(folder, None, torch.device("cpu"))
+    folder = rewritten(written("gptq")[0], tmp_path, lambda t: None, {"bits": 3})
+    with pytest.raises(ConfigError, match=r"quantization_config\.bits is 3; expected 4 or 8"):
+        load_model(folder, None, torch.device("cpu"))
+
+
+def test_a_bias_of_zeros_is_dropped(written, tmp_path):
+    """GPTQ stores one for every linear, also for those without a bias."""
+    folder = rewritten(written("gptq")[0], tmp_path, lambda t: t.update({f"{DOWN}.bias": torch.zeros(64).half()}))
+    assert load_model(folder, None, torch.device("cpu")).get_submodule(DOWN).bias is None
