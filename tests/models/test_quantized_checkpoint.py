@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -66,24 +67,24 @@ def test_logits_are_those_of_the_weights_in_fp64(name, written):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_speculation_gives_the_tokens_of_plain_decoding(name, written, tmp_path):
-    """Drafts come from the same weights in another dtype, which agree mostly, and from the prompt, which seldom do."""
+    """In a forward program, act-order included. The draft has the same weights in bf16, so most of its tokens agree."""
     folder, exact = written(name)
-    exact.to(torch.bfloat16).save_pretrained(tmp_path)
+    copy.deepcopy(exact).bfloat16().save_pretrained(tmp_path)
     params = [
-        sd.SamplingParams(max_new_tokens=24),
-        sd.SamplingParams(max_new_tokens=24, temperature=1.0, seed=3),
-        sd.SamplingParams(max_new_tokens=24),
+        sd.SamplingParams(max_new_tokens=24, logprobs=True),
+        sd.SamplingParams(max_new_tokens=24, logprobs=True, temperature=1.0, seed=3),
+        sd.SamplingParams(max_new_tokens=24, logprobs=True),
     ]
-    outputs = {}
-    for draft in (None, "ngram", tmp_path):
-        options = {} if draft is None else {"num_draft_tokens": 4}
-        engine = sd.Engine(folder, draft, dtype="bfloat16", max_batch_size=1 if draft is None else 3, **options)
-        results = engine.generate(PROMPTS, params, progress=False)
-        outputs[draft] = [(each.token_ids, each.error) for each in results]
-    plain = outputs.pop(None)
-    assert all(len(token_ids) == 24 and error is None for token_ids, error in plain)
-    for found in outputs.values():
-        assert found == plain
+    plain = sd.Engine(folder, None, dtype="bfloat16", max_batch_size=1)
+    assert plain.describe()["forward_program"], plain.describe()["why_no_program"]
+    speculative = sd.Engine(folder, tmp_path, dtype="bfloat16", max_batch_size=3, num_draft_tokens=4)
+    expected = plain.generate(PROMPTS, params, progress=False)
+    found = speculative.generate(PROMPTS, params, progress=False)
+    assert all(each.error is None and len(each.token_ids) == 24 for each in expected)
+    assert [(each.token_ids, each.logprobs) for each in found] == [
+        (each.token_ids, each.logprobs) for each in expected
+    ]  # fmt: skip
+    assert all(each.stats.mean_acceptance_length > 2 for each in found)
 
 
 def test_no_weight_exists_in_full_precision(written, monkeypatch):

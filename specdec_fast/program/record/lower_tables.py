@@ -59,6 +59,17 @@ def gather(tape: Tape, result: Tensor, source: Tensor, axis: int, index: Tensor,
     tape.bind(result, out)
 
 
+@LOWERED.entry("index_select.default")
+def _numbers_in_order(tape: Tape, result: Tensor, source: Tensor, axis: int, places: Tensor) -> None:
+    """Lower another order of a row's numbers, such as inputs sorted by the group of their weights."""
+    if tape.value(places) is not None:
+        raise NotLowerableError("numbers are picked at places that are no constant")
+    view = vectors_of(tape, "index_select", source, axis)
+    out = tape.fresh_like(result, view.axis, view.domain)
+    tape.row_op("gather", [view, _as_floats(places)], out)
+    tape.bind(result, out)
+
+
 @LOWERED.entry("embedding.default")
 def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> None:
     """Lower the choice of a row of a table: by token id, by position, or by an integer computed for every row."""
