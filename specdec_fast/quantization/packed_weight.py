@@ -141,13 +141,12 @@ def pack(
     num_blocks = -(-in_features // block)
     panels = -(-out_features // PANEL)
     missing = (0, num_blocks * block - in_features, 0, panels * PANEL - out_features)
-    lanes = pad(codes, missing).view(panels, PANEL, num_blocks, block)
-    if table is None:
-        parts = lanes.view(panels, PANEL, num_blocks, block // 4, 4)
-    else:
-        halves = lanes.view(panels, PANEL, num_blocks, block // 8, 2, 4)
-        parts = halves[..., 0, :] | (halves[..., 1, :] << 4)
-    words = parts.permute(0, 2, 3, 1, 4).contiguous().view(torch.int32).squeeze(-1)  # little-endian, as everywhere
+    fours = pad(codes, missing).contiguous().view(torch.int32)  # of four inputs; little-endian, as everywhere
+    lanes = fours.view(panels, PANEL, num_blocks, block // 4)
+    if table is not None:
+        halves = lanes.view(panels, PANEL, num_blocks, block // 8, 2)
+        lanes = halves[..., 0] | (halves[..., 1] << 4)
+    words = lanes.permute(0, 2, 3, 1).contiguous()
     packed_table = None if table is None else table.to(torch.float32).contiguous()
     packed_mins = None if mins is None else _by_panel(mins, panels)
     return PackedWeight(
