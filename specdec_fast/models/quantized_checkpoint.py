@@ -21,6 +21,11 @@ from specdec_fast.quantization.checkpoint.config import READABLE, CheckpointQuan
 from specdec_fast.quantization.checkpoint.files import CheckpointFiles, open_folder
 
 _NAME = "specdec_fast_codes"  # among the quantisers of transformers
+_MXFP4 = "mxfp4"
+_OF_EXPERTS = (
+    "Codes of experts, and of layers other than linears, cannot be read yet; let transformers convert them to bf16, if "
+    "it can, and pass the loaded model."
+)
 
 
 def config_with_codes(source: str) -> PreTrainedConfig | None:
@@ -30,7 +35,10 @@ def config_with_codes(source: str) -> PreTrainedConfig | None:
     """
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     fields = getattr(config, "quantization_config", None)
-    if not isinstance(fields, dict) or fields.get("quant_method") not in READABLE:
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    if method == _MXFP4:
+        raise ConfigError(f"quantization_config.quant_method is {_MXFP4!r}, codes of experts. {_OF_EXPERTS}")
+    if method not in READABLE:
         return None
     read_quantization_config(fields)
     config.quantization_config = {"quant_method": _NAME, "fields": fields}
@@ -85,7 +93,7 @@ class _CodesLoader(HfQuantizer):
         if left:
             raise ConfigError(
                 f"the tensors of codes of {min(left)} belong to no linear of {type(model).__name__} ({len(left)} such "
-                "modules in all); codes of experts and of layers other than linears cannot be read yet."
+                "modules in all). " + _OF_EXPERTS
             )
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | {rf"\.{suffix}$" for suffix in suffixes}

@@ -154,3 +154,30 @@ def test_a_bias_of_zeros_is_dropped(written, tmp_path):
     """GPTQ stores one for every linear, also for those without a bias."""
     folder = rewritten(written("gptq")[0], tmp_path, lambda t: t.update({f"{DOWN}.bias": torch.zeros(64).half()}))
     assert load_model(folder, None, torch.device("cpu")).get_submodule(DOWN).bias is None
+
+
+def test_codes_of_experts_are_refused_by_name(written, tmp_path):
+    """They are not converted to bf16 unasked."""
+    fields = json.loads((written("gptq")[0] / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"quant_method is 'mxfp4', codes of experts\. Codes of experts"):
+        load_model(tmp_path, None, torch.device("cpu"))
+
+
+def test_codes_of_a_tied_output_layer_are_refused(written, tmp_path):
+    folder = rewritten(written("gptq")[0], tmp_path, lambda t: t.update({"lm_head.qweight": torch.ones(1)}))
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
+    with pytest.raises(ConfigError, match=r"codes of lm_head, whose weight is that of model\.embed_tokens\.weight"):
+        load_model(folder, None, torch.device("cpu"))
+
+
+def test_quantization_rounds_the_linears_that_have_no_codes(written):
+    """The checkpoint's codes stay as they are."""
+    folder, _ = written("int4")
+    model = load_model(folder, None, torch.device("cpu"))
+    both = load_model(folder, None, torch.device("cpu"), quantization="int8")
+    assert isinstance(both.lm_head, QuantizedLinear)
+    for name, module in quantized_linears(model).items():
+        assert torch.equal(module.codes, both.get_submodule(name).codes)

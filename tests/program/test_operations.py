@@ -121,6 +121,8 @@ def a_repeated_copy_is_changed(x):
         (lambda x, p: x.view(1, -1, 4, 6).std((2, 3)), "several axes"),
         (lambda x, p: x.norm(p=3, dim=-1), "a norm of order 3"),
         (lambda x, p: x.flip(1), "flip"),
+        (lambda x, p: x.index_select(1, torch.arange(3)), "index_select over anything but the last axis"),
+        (lambda x, p: x.index_select(-1, p[0]), "picked at places that are no constant"),
         (lambda x, p: x[:, :5], "rows are cut out"),
         (lambda x, p: torch.cat((x, x), 1), "appended"),
         (lambda x, p: x.erf_(), "erf_"),

@@ -11,6 +11,7 @@ from support.programs import WIDTH
 FREQUENCIES = torch.linspace(0.01, 2, 5)
 WEIGHT, BIAS = torch.linspace(-2, 2, WIDTH), torch.linspace(0.5, 3, WIDTH)
 TABLE = torch.randn(VOCAB_SIZE + 2, WIDTH, generator=torch.Generator().manual_seed(1))
+ORDER = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(2))
 COMPARISONS = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
 
 
@@ -189,4 +190,7 @@ FUNCTIONS = {
     "linear_as_matmul": lambda x, p: x @ TABLE[:WIDTH, :7].contiguous().to(x.dtype),
     "linear_as_matmul_of_heads": lambda x, p: (x.view(1, -1, 4, 6) @ TABLE[:6].to(x.dtype)).flatten(2),
     "linear_of_a_slice": lambda x, p: F.linear(x[..., 3:9], TABLE[:5, :6].contiguous().to(x.dtype)),
+    # another order of a row's numbers
+    "ordered": lambda x, p: x.index_select(-1, ORDER),
+    "heads_ordered": lambda x, p: x.view(1, -1, 4, 6).index_select(-1, ORDER[:9] % 6).flatten(2),
 }  # fmt: skip

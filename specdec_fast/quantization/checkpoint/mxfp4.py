@@ -8,9 +8,7 @@ in_features / 32]``: the exponent, plus 127.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from specdec_fast.quantization.checkpoint.fields import Fields
 from specdec_fast.quantization.checkpoint.linear import LinearTensors
 from specdec_fast.quantization.packed_weight import TABLE, PackedWeight, pack
 
@@ -39,16 +37,3 @@ def read_experts(
     table = torch.tensor(E2M1, device=blocks.device)
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(num_experts, out_features, in_features)
     return [pack(codes[i], scales[i], None, table, GROUP, TABLE) for i in range(num_experts)]
-
-
-def read_fields(fields: Fields) -> tuple[str, ...]:
-    """Return the names of modules without codes. Raises ConfigError, which names the field."""
-    fields.skip("quant_method", "dequantize")
-    skipped = fields.strings("modules_to_not_convert")
-    fields.close()
-    return skipped
-
-
-def experts_bias(tensors: LinearTensors, name: str, num_experts: int, out_features: int) -> Tensor:
-    """Take the bias of experts, ``[experts, out_features]``."""
-    return tensors.take_scales(f"{name}_bias", (num_experts, out_features))
