@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.quantization.checkpoint.config import read_quantization_config
-from specdec_fast.quantization.checkpoint.fields import Fields
 from specdec_fast.quantization.checkpoint.linear import CheckpointLinear, LinearTensors
 from specdec_fast.quantization.checkpoint.mxfp4 import read_experts
 from specdec_fast.quantization.packed_weight import INT8, TABLE, dequantized
@@ -181,13 +180,6 @@ def test_equal_zeros_move_the_table():
     assert weight.table.tolist() == [float(i - 5) for i in range(16)]
 
 
-def test_dynamic_overrides_of_gptq():
-    config = {**GPTQ, "dynamic": {r"+:.*\.down_proj": {"bits": 8, "group_size": 32}, "-:.*lm_head": {}}}
-    quantization = read_quantization_config(config)
-    assert (quantization.format_of("a.down_proj").bits, quantization.format_of("a.down_proj").group_size) == (8, 32)
-    assert (quantization.format_of("a.up_proj").bits, quantization.format_of("a.up_proj").group_size) == (4, 64)
-
-
 @pytest.mark.parametrize("group_size", [64, 128, -1])
 def test_awq(group_size):
     size = IN if group_size == -1 else group_size
@@ -294,84 +286,6 @@ def test_sizes_that_groups_do_not_divide_are_refused():
         read(config, {**tensors, "weight_scale": torch.ones(OUT, 4)}, OUT, 512)
     with pytest.raises(ConfigError, match="belongs to 200 inputs and 48 outputs, which groups of 128 inputs"):
         read({"quant_method": "awq", "group_size": 128}, tensors, OUT, 200)
-
-
-# Fields that cannot be read, and what the error says.
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-
-
-def group(**weights):
-    entry = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel", **weights}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": entry}}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({}, "quantization_config has no field quant_method"),
-        ([], r"quantization_config is \[\]; expected an object"),
-        ({"quant_method": "hqq"}, "quant_method is 'hqq'; expected 'compressed-tensors' or 'gptq' or 'awq' or 'fp8'"),
-        ({**GPTQ, "bits": 3}, "quantization_config.bits is 3; expected 4 or 8"),
-        ({**GPTQ, "bits": True}, "quantization_config.bits is True; expected 4 or 8"),
-        ({**GPTQ, "group_size": 24}, "group_size is 24; expected -1 or a positive multiple of 16"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; expected 'gptq' or 'gptq_v2'"),
-        ({**GPTQ, "rotation": "hadamard"}, "rotation is 'hadamard'; this field is unknown"),
-        ({**GPTQ, "dynamic": {"(": {"bits": 8}}}, r"dynamic has '\(', which is no regular expression"),
-        ({**GPTQ, "dynamic": {"a": {"bits": 2}}}, "quantization_config.dynamic.a.bits is 2; expected 4 or 8"),
-        ({**AWQ, "version": "gemv"}, "version is 'gemv'; expected 'gemm'"),
-        ({**AWQ, "backend": "llm-awq"}, "backend is 'llm-awq'; expected a checkpoint of version 'gemm'"),
-        ({**AWQ, "zero_point": False}, "zero_point is False; expected True"),
-        ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'; expected a list of str"),
-        ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]; expected two positive integers"),
-        ({**FP8, "weight_block_size": [128, 8]}, "the second a multiple of 16"),
-        ({**FP8, "fmt": "e5m2"}, "fmt is 'e5m2'; expected 'e4m3'"),
-        (group(strategy="token"), "config_groups.g.weights.strategy is 'token'; expected 'channel' or 'group'"),
-        (group(num_bits=2), "config_groups.g.weights.num_bits is 2; expected 4 or 8"),
-        (group(type="float"), "config_groups.g.weights.type is 'float'; expected 'int'"),
-        (group(dynamic=True), "config_groups.g.weights.dynamic is True; expected False"),
-        (group(strategy="group"), "group_size is None; expected a multiple of 16 for strategy 'group'"),
-        (group(zp_offset=3), "config_groups.g.weights.zp_offset is 3; this field is unknown"),
-        ({**group(), "kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme is \{'num_bits': 8\}; this field is unkn"),
-        ({**group(), "format": "marlin-24"}, "format is 'marlin-24'; expected 'pack-quantized'"),
-        ({**group(), "quantization_status": "frozen"}, "quantization_status is 'frozen'; expected 'compressed'"),
-        ({**group(), "sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config.format is 'sparse-bitmask'"),
-        ({**group(), "ignore": ["re:("]}, r"quantization_config.ignore has '\(', which is no regular expression"),
-        ({**group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 is \['Linear'\]; expected an obj"),
-        ({**group(), "config_groups": {}}, r"config_groups is \{\}; expected at least one group"),
-    ],
-)
-def test_fields_that_cannot_be_read_are_named(config, message):
-    with pytest.raises(ConfigError, match=message):
-        read_quantization_config(config)
-
-
-def test_fields_that_are_off_are_no_errors():
-    read_quantization_config({**GPTQ, "rotation": None, "is_marlin_format": False, "dynamic": {}})
-    read_quantization_config({**group(), "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}})
-
-
-def test_modules_with_formats():
-    config = {**group(), "ignore": ["lm_head", r"re:.*\.mlp\.gate$"]}
-    other = {"targets": [r"re:.*down_proj"], "weights": {"num_bits": 8, "type": "int"}}
-    config["config_groups"]["h"] = other
-    format_of = read_quantization_config(config).format_of
-    assert format_of("lm_head") is None
-    assert format_of("a.mlp.gate") is None
-    assert format_of("a.mlp.gate_proj").bits == 4
-    assert format_of("a.mlp.down_proj").bits == 8
-    skipped = read_quantization_config({**FP8, "modules_to_not_convert": ["lm_head", "model.layers.1"]}).format_of
-    assert [skipped(name) is None for name in ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.11.up_proj")] == [
-        True, True, False]  # fmt: skip
-
-
-def test_unread_fields():
-    fields = Fields({"a": 1, "b": None}, "x")
-    assert fields.flag("c", True)
-    with pytest.raises(ConfigError, match=r"x.a is 1; expected true or false"):
-        fields.flag("a")
-    with pytest.raises(ConfigError, match=r"x has no field b"):
-        fields.raw("b")
 
 
 def test_float8_and_words_survive_safetensors(tmp_path):

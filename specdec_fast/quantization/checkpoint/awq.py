@@ -18,6 +18,11 @@ from specdec_fast.quantization.checkpoint.linear import LinearFormat, LinearTens
 from specdec_fast.quantization.packed_weight import PackedWeight
 
 _OUTPUT_OF = (0, 2, 4, 6, 1, 3, 5, 7)
+# Fields about calibration, or about kernels of other programs.
+_SKIPPED = (
+    "quant_method", "method", "meta", "sym", "desc_act", "modules_to_fuse", "do_fuse", "fuse_max_seq_len", "lm_head",
+    "damp_percent", "true_sequential", "act_group_aware", "exllama_config",
+)  # fmt: skip
 _PLACE_OF = [_OUTPUT_OF.index(output) for output in range(8)]
 
 
@@ -56,15 +61,15 @@ def _by_output(words: Tensor) -> Tensor:
 
 def read_fields(fields: Fields) -> tuple[AWQFormat, tuple[str, ...]]:
     """Return the format, and the names of modules without codes. Raises ConfigError, which names the field."""
-    # The order of bits is that of ``version``; ``backend`` is of other programs, but for the packing of llm-awq.
-    fields.skip("quant_method", "meta", "sym", "desc_act", "modules_to_fuse", "do_fuse", "fuse_max_seq_len", "lm_head")
-    fields.skip("damp_percent", "true_sequential", "act_group_aware", "exllama_config")
+    fields.skip(*_SKIPPED)
+    # A backend is a kernel of another program, but for this one, which stands for another packing.
     if str(fields.raw("backend", "")).lower() == "llm-awq":
         raise fields.fault("backend", "a checkpoint of version 'gemm'")
-    fields.choice("bits", (4,), fields.raw("w_bit", 4))
-    fields.choice("zero_point", (True,), True)
-    layout = fields.choice("format", ("gemm",), "gemm")
-    fields.choice("version", ("gemm",), layout)
+    fields.choice("w_bit", (4,), 4)
+    fields.choice("bits", (4,), 4)
+    fields.flag("zero_point", True)  # files of this version have zeros in any case
+    for name in ("format", "checkpoint_format", "version"):
+        fields.choice(name, ("gemm",), "gemm")
     fields.choice("pack_dtype", ("int32",), "int32")
     size = fields.group_size("group_size", fields.raw("q_group_size", 128))
     skipped = fields.strings("modules_to_not_convert")

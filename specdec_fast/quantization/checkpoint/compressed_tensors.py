@@ -26,6 +26,8 @@ from specdec_fast.quantization.packed_weight import FLOAT8, PackedWeight, pack
 PACKED = "pack-quantized"
 INTEGER = "int-quantized"
 FLOAT = "float-quantized"
+_NAIVE = "naive-quantized"  # one of the two above, by the type of weights
+_MIXED = "mixed-precision"  # groups say which
 _STRATEGIES = {
     PACKED: ("channel", "group"),
     INTEGER: ("tensor", "channel", "group"),
@@ -156,11 +158,11 @@ def read_fields(fields: Fields) -> tuple[list[tuple[Targets, CompressedTensorsFo
     Raises ConfigError, which names the field that cannot be read.
     """
     fields.skip("quant_method", "global_compression_ratio", "version")
-    # Weights in the state "frozen" are plain numbers that were rounded.
-    fields.choice("quantization_status", ("compressed",), "compressed")
+    # "frozen" says nothing about the file: older versions leave it in configs of weights that are codes.
+    fields.choice("quantization_status", ("compressed", "frozen"), "compressed")
     if fields.raw("sparsity_config", {}):
         fields.child("sparsity_config").choice("format", ("dense",))
-    layout = fields.choice("format", (*_STRATEGIES, "mixed-precision"))
+    layout = fields.choice("format", (*_STRATEGIES, _NAIVE, _MIXED))
     groups = []
     for group in fields.children("config_groups").values():
         targets = read_targets(group.strings("targets"), "quantization_config.config_groups")
@@ -173,13 +175,12 @@ def read_fields(fields: Fields) -> tuple[list[tuple[Targets, CompressedTensorsFo
 
 
 def _read_group(group: Fields, layout: str) -> CompressedTensorsFormat:
-    if layout == "mixed-precision":
-        layout = group.choice("format", tuple(_STRATEGIES))
-    else:
-        layout = group.choice("format", tuple(_STRATEGIES), layout)
+    layout = group.choice("format", (*_STRATEGIES, _NAIVE), *(() if layout == _MIXED else (layout,)))
     group.skip("input_activations")  # rows keep the model's dtype
     weights = group.child("weights")
     group.close()
+    if layout == _NAIVE:
+        layout = FLOAT if weights.choice("type", ("int", "float")) == "float" else INTEGER
     weights.skip("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
     weights.choice("type", ("float",) if layout == FLOAT else ("int",))
     weights.choice("dynamic", (False,), False)
@@ -189,7 +190,8 @@ def _read_group(group: Fields, layout: str) -> CompressedTensorsFormat:
         raise weights.fault("symmetric", "true for weights of fp8")
     size = weights.group_size("group_size", -1)
     block = None if size is None else (1, size)
-    strategy = weights.choice("strategy", _STRATEGIES[layout], "channel" if size is None else "group")
+    without_name = "tensor" if weights.raw("group_size", None) is None else "channel" if size is None else "group"
+    strategy = weights.choice("strategy", _STRATEGIES[layout], without_name)
     if (strategy == "group") != (size is not None):
         raise weights.fault("group_size", f"a multiple of 16 for strategy 'group', null otherwise, not {strategy!r}")
     if strategy == "block":

@@ -39,7 +39,7 @@ def read_quantization_config(config: Any) -> CheckpointQuantization:
     """
     fields = Fields(config, PATH)
     method = fields.raw("quant_method")
-    if method not in _READERS:
+    if method not in READABLE:  # a tuple: what came need not be hashable
         raise fields.fault("quant_method", " or ".join(repr(each) for each in READABLE))
     return _READERS[method](fields)
 

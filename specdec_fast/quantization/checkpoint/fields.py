@@ -47,8 +47,6 @@ class Fields:
         for each in allowed:
             if type(each) is type(lowered) and each == lowered:
                 return each
-        if value is default:
-            return default
         raise self.fault(name, " or ".join(repr(each) for each in allowed))
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:

@@ -66,6 +66,8 @@ def per_output(scales: Tensor, block: tuple[int, int], out_features: int) -> Ten
 
 def read_block(fields: Fields, name: str, value: object) -> tuple[int, int]:
     """Return a block's outputs and inputs. Raises ConfigError, which names the field."""
+    if isinstance(value, str):  # "128x128", in older versions of compressed-tensors
+        value = [int(each) for each in value.split("x") if each.isdecimal()]
     is_pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int for each in value)
     if not is_pair or value[0] <= 0 or value[1] <= 0 or value[1] % 16 != 0:  # type: ignore[index]
         raise fields.fault(name, "two positive integers, the second a multiple of 16")
