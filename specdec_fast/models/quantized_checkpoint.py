@@ -85,15 +85,15 @@ class _CodesLoader(HfQuantizer):
         left = self._files.modules_with_codes(self._quantization)
         suffixes: set[str] = set()
         for name, module in linears_to_round(model).items():
-            if self._files.has_codes(name, self._quantization):
+            if isinstance(module, nn.Linear) and self._files.has_codes(name, self._quantization):
                 left.discard(name)
                 suffixes.update(self._files.suffixes_of(name))
                 _expect_own_weight(model, name)
                 model.set_submodule(name, _Awaited(module))
         if left:
             raise ConfigError(
-                f"the tensors of codes of {min(left)} belong to no linear of {type(model).__name__} ({len(left)} such "
-                "modules in all). " + _OF_EXPERTS
+                f"the tensors of codes of {min(left)} belong to no plain linear of {type(model).__name__} ({len(left)} "
+                "such modules in all). " + _OF_EXPERTS
             )
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | {rf"\.{suffix}$" for suffix in suffixes}
