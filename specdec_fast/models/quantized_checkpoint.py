@@ -16,7 +16,8 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.quantized_linears import QuantizedLinear, linears_to_round
+from specdec_fast.models.quantized_linears import QuantizedLinear
+from specdec_fast.models.rounded_models import linears_to_round
 from specdec_fast.quantization.checkpoint.config import READABLE, CheckpointQuantization, read_quantization_config
 from specdec_fast.quantization.checkpoint.files import CheckpointFiles, open_folder
 

@@ -153,9 +153,11 @@ torch.library.register_fake("specdec_fast::quantized_linear", _shape_alone, lib=
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return a linear's weight ``[out_features, in_features]``; of a quantised one, what its codes mean in fp32."""
-    weight = dequantized(module.packed, torch.float32) if isinstance(module, QuantizedLinear) else module.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()
+    if not isinstance(module, QuantizedLinear):
+        weight: Any = module.weight
+        return weight.detach()
+    weights = dequantized(module.packed, torch.float32)
+    return weights if module.permutation is None else weights[:, module.permutation.argsort()]
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
