@@ -313,6 +313,15 @@ class Drafter(ABC):
     def expect_sequences(self, num_sequences: int) -> None:  # noqa: B027
         """Learn how many sequences may be admitted at once; called before ``prepare`` and ``grow``."""
 
+    def use_target_pool(self, pool: PagePool | None) -> None:  # noqa: B027
+        """Receive the pool of the target's KV pages, for a drafter whose rows attend over the target's own entries.
+
+        The engine calls this before ``prepare``, and whenever it replaces the pool; None: there is none for now. In
+        ``propose`` every sequence has the target's entries of its first ``target_kv_length`` positions, which must stay
+        as they are, and pages for the positions of its limit. The entries at ``target_kv_length`` and behind may be
+        written: the target computes those of the draft tokens itself, and reads no others.
+        """
+
     def prepare(self, num_tokens: int, page_size: int) -> None:  # noqa: B027
         """Make room for ``num_tokens`` KV positions in total, in pages of ``page_size``; no sequence is admitted.
 

@@ -27,6 +27,7 @@ from specdec_fast.drafters.medusa.drafter import MedusaDrafter
 from specdec_fast.drafters.mtp.drafter import MtpDrafter, holds_mtp
 from specdec_fast.drafters.ngram.drafter import NgramDrafter
 from specdec_fast.drafters.ngram.trie_drafter import NgramTrieDrafter
+from specdec_fast.drafters.self_draft.drafter import Int8SelfDrafter, SelfDrafter
 from specdec_fast.drafters.specblock.checkpoint import is_specblock
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
@@ -47,6 +48,9 @@ DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
     "ngram": NgramDrafter,
     "ngram-trie": NgramTrieDrafter,
     NO_DRAFT: NoDrafter,
+    "self": SelfDrafter,
+    "self:int4": SelfDrafter,
+    "self:int8": Int8SelfDrafter,
 }
 
 # Drafters of checkpoints, asked for as "kind:FOLDER": what makes one, and whether a folder holds one.

@@ -25,7 +25,6 @@ class Pools:
     """The target's pool and, through the drafter, the drafter's pool; both have the same number of positions.
 
     Attributes:
-        target_pool: the target's pages; None before the first step.
         is_sized: whether the pools are large enough for every request added so far.
 
     """
@@ -42,8 +41,18 @@ class Pools:
         # A model with recurrent layers has a state slot for each of so many sequences.
         self._has_states = bool(target.layout.states or drafter.bytes_per_sequence(config.most_draft_tokens))
         self._num_sequences = 0
-        self.target_pool: PagePool | None = None
+        self._target_pool: PagePool | None = None
         self.is_sized = False
+
+    @property
+    def target_pool(self) -> PagePool | None:
+        """The target's pages; None before the first step."""
+        return self._target_pool
+
+    @target_pool.setter
+    def target_pool(self, pool: PagePool | None) -> None:
+        self._target_pool = pool
+        self._drafter.use_target_pool(pool)
 
     @property
     def has_fixed_size(self) -> bool:

@@ -47,6 +47,21 @@ def forward_seconds(model: RaggedModel, row_counts: Sequence[int], most_sequence
     return least
 
 
+def drafting_seconds(
+    model: RaggedModel, row_counts: Sequence[int], most_sequences: int, measure: Callable[[int], float]
+) -> dict[int, float]:
+    """Return ``Drafter.forward_seconds`` of a drafter whose model computes one row per sequence and draft token.
+
+    ``most_sequences`` is that of ``forward_seconds``, ``measure`` that of ``proposal_seconds``.
+    """
+    seconds_by_count = forward_seconds(model, row_counts, most_sequences)
+    of_one, per_token = proposal_seconds(measure)
+    # A measured forward includes a call from Python; the forwards of one proposal share a call.
+    call = max(0.0, seconds_by_count[1] - per_token)
+    seconds_by_count = {count: max(seconds - call, seconds / 10) for count, seconds in seconds_by_count.items()}
+    return seconds_by_count | {0: max(0.0, of_one - seconds_by_count[1])}
+
+
 def proposal_seconds(measure: Callable[[int], float]) -> tuple[float, float]:
     """Return the seconds of a proposal of one token, and those of each further token.
 

@@ -14,7 +14,7 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, weights_of
 from specdec_fast.runner.prefill import prefill
-from specdec_fast.runner.profiling import PROPOSAL_LENGTHS, forward_seconds, most_proposed, proposal_seconds
+from specdec_fast.runner.profiling import PROPOSAL_LENGTHS, drafting_seconds, most_proposed
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams
 
@@ -55,12 +55,7 @@ class ModelDrafter(PooledDrafter):
     def forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
         # A sequence has one recurrent state, so its rows are computed one after the other.
         most_sequences = self._max_batch_size if self.model.layout.states else max(row_counts)
-        seconds_by_count = forward_seconds(self.model, row_counts, most_sequences)
-        of_one, per_token = proposal_seconds(self._proposal_seconds)
-        # A measured forward includes a call from Python; the forwards of one proposal share a call.
-        call = max(0.0, seconds_by_count[1] - per_token)
-        seconds_by_count = {count: max(seconds - call, seconds / 10) for count, seconds in seconds_by_count.items()}
-        return seconds_by_count | {0: max(0.0, of_one - seconds_by_count[1])}
+        return drafting_seconds(self.model, row_counts, most_sequences, self._proposal_seconds)
 
     def weights(self) -> Iterable[Tensor]:
         return weights_of(self.model.model)

@@ -1,0 +1,1 @@
+"""The target's own weights in few bits as its drafter."""
