@@ -22,7 +22,7 @@ from specdec_fast import AsyncEngine, Engine, SamplingParams
 from specdec_fast.commands.common import format_table
 from specdec_fast.request.detokenizer import load_tokenizer
 
-_ENGINES = ["model-exspec", "ngram-eqspec", "model-eqspec", "ngram-exspec", "none-exspec", "none-eqspec"]
+_ENGINES = ["model-exspec", "ngram-eqspec", "model-eqspec", "ngram-exspec", "self-exspec", "none-exspec", "none-eqspec"]
 _MOST_SHOWN = 3  # wrong outputs of an engine; the table has their number
 _KINDS = 40  # different requests
 _MOST_GROWTH = 0.03  # of the memory in use, while the second half of an engine's requests is served

@@ -56,7 +56,7 @@ SIZES = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 5), (16, 8)])
 SIZES_OF_ORACLE = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 8), (8, 3)])
 
 
-@pytest.mark.parametrize("drafter", grid(["model", "ngram", "ngram-trie"], keep=["model", "ngram"]))
+@pytest.mark.parametrize("drafter", grid(["model", "ngram", "ngram-trie", "self"], keep=["model", "ngram"]))
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 class TestDemoPair:
     @pytest.mark.parametrize(("batch_size", "num_draft_tokens"), SIZES)
@@ -108,7 +108,7 @@ def pair(request):
 
 
 class TestArchitectures:
-    @combinations(method=["eqspec", "exspec"], drafter=["model", "ngram", "ngram-trie"])
+    @combinations(method=["eqspec", "exspec"], drafter=["model", "ngram", "ngram-trie", "self"])
     def test_engine(self, pair, method, drafter):
         target, draft, prompts, expected = pair
         engine = sd.Engine(target, draft if drafter == "model" else drafter, method=method, max_batch_size=3)

@@ -61,7 +61,7 @@ def test_drafter_k_batch_and_scheduler_change_nothing(target, draft, prompt_ids,
     alone = sd.Engine(target, None, max_batch_size=1, deterministic=True).generate(prompts, params)
     for drafter, k, batch_size, method in (
         (draft, 5, 3, "exspec"), (draft, 1, 8, "eqspec"), (draft, 8, 1, "exspec"), (target, 3, 5, "eqspec"),
-        ("ngram", 4, 4, "exspec"), (None, 0, 8, "eqspec"),
+        ("ngram", 4, 4, "exspec"), ("self", 5, 3, "exspec"), (None, 0, 8, "eqspec"),
     ):  # fmt: skip
         engine = sd.Engine(
             target, drafter, max_batch_size=batch_size, num_draft_tokens=k, method=method, deterministic=True

@@ -82,10 +82,10 @@ class Branches(sd.TreeDrafter):
         return sd.Draft(torch.tensor(tokens), counts, torch.tensor(parents, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("drafter", grid(["model", "ngram", "branches", "none"], keep=["model", "branches"]))
+@pytest.mark.parametrize("drafter", grid(["model", "ngram", "self", "branches", "none"], keep=["model", "branches"]))
 def test_engine_follows_the_law(pair, drafter):
     branches = Branches(text_probs(pair[0], PROMPT)) if drafter == "branches" else None
-    draft = {"model": pair[1], "ngram": "ngram", "branches": branches, "none": None}[drafter]
+    draft = {"model": pair[1], "ngram": "ngram", "self": "self", "branches": branches, "none": None}[drafter]
     assert engine_p_value(pair, draft) > SIGNIFICANCE
 
 

@@ -10,7 +10,7 @@ import torch
 import specdec_fast as sd
 from bench.common.simulation import World
 from specdec_fast.batch.ragged_batch import RowPadding
-from specdec_fast.drafters.draft_model import drafter as draft_model
+from specdec_fast.runner import profiling
 from specdec_fast.speculation_length.adaptive import AdaptiveLength
 from specdec_fast.speculation_length.base import LengthPolicy
 from support.demo import MAX_NEW_TOKENS
@@ -159,6 +159,6 @@ def test_a_draft_model_tells_what_drafting_takes(target, draft, enforce_eager):
 def test_what_drafting_takes_is_taken_apart(target, draft, monkeypatch):
     """A proposal of 1 token takes 5 s, of 4 tokens 11 s: 2 s a forward, 3 s besides, 1 s of a timed forward."""
     drafter = sd.Engine(target, draft).drafter
-    monkeypatch.setattr(draft_model, "forward_seconds", lambda model, row_counts, most: {1: 3.0, 2: 3.5, 16: 9.0})
+    monkeypatch.setattr(profiling, "forward_seconds", lambda model, row_counts, most: {1: 3.0, 2: 3.5, 16: 9.0})
     monkeypatch.setattr(drafter, "_proposal_seconds", {1: 5.0, 4: 11.0}.get)
     assert drafter.forward_seconds([1, 2, 16]) == {1: 2.0, 2: 2.5, 16: 8.0, 0: 3.0}
