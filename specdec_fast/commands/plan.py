@@ -22,12 +22,12 @@ from specdec_fast.commands.common import (
 )
 from specdec_fast.commands.plan_report import PlanReport, print_plan
 from specdec_fast.config import EngineConfig, expect_at_least
-from specdec_fast.drafters import checked_draft, is_draft_model
+from specdec_fast.drafters import checked_draft, copied_quantization, has_weights, is_draft_model
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.memory import affordable_draft
 from specdec_fast.errors import ConfigError
 from specdec_fast.planner.budget import EngineMemory, budget_error, shown
-from specdec_fast.planner.checkpoint import checkpoint_sizes, estimated_memory, least_memory
+from specdec_fast.planner.checkpoint import checkpoint_sizes, copy_sizes, estimated_memory, least_memory, without_pages
 from specdec_fast.planner.choice import (
     DEFAULT_ACCEPTANCE,
     MOST_DRAFT_TOKENS,
@@ -153,12 +153,17 @@ def _computed(
     dtype: Any = config.dtype
     draft = checked_draft(args.draft, config)
     target = checkpoint_sizes(args.target, dtype, config.quantization)
-    has_model = is_draft_model(draft)
-    if draft is not None and not has_model and draft != args.draft:
+    of_draft = held = None
+    quantization = copied_quantization(draft)
+    if is_draft_model(draft):
+        of_draft = held = checkpoint_sizes(draft, dtype, config.draft_quantization)
+    elif quantization is not None:
+        of_draft = copy_sizes(args.target, dtype, quantization)
+        held = without_pages(of_draft)
+    elif has_weights(draft):
         raise ConfigError(f"--draft {args.draft}: its sizes are known only when it is loaded; leave --no-measure out.")
-    of_draft = checkpoint_sizes(draft, dtype, config.draft_quantization) if has_model else None
     _expect_positions(target.max_positions, traffic)
-    memory = estimated_memory(target, of_draft, draft is not None, config.page_size)
+    memory = estimated_memory(target, held, draft is not None, config.page_size)
     _expect_one(memory, args.memory, traffic)
     device = Device(args.bandwidth * 1e9, args.peak * 1e12)
     context = traffic.prompt_tokens + traffic.new_tokens / 2

@@ -9,7 +9,9 @@ from specdec_fast.drafters.registry import (
     NO_DRAFT,
     checked_draft,
     configs_for,
+    copied_quantization,
     expect_settings_read,
+    has_weights,
     is_draft_model,
     make_drafter,
 )
@@ -25,7 +27,9 @@ __all__ = [
     "TreeDrafter",
     "checked_draft",
     "configs_for",
+    "copied_quantization",
     "expect_settings_read",
+    "has_weights",
     "is_draft_model",
     "make_drafter",
 ]

@@ -180,6 +180,20 @@ def is_draft_model(draft: Any) -> bool:
     return isinstance(draft, (str, PathLike)) and draft not in DRAFTERS and _checkpoint(fspath(draft)) is None
 
 
+def copied_quantization(draft: Any) -> str | None:
+    """Return how ``draft``, from ``checked_draft``, rounds its copy of the target; None if it is no such copy."""
+    made: Any = DRAFTERS.get(draft) if isinstance(draft, str) else type(draft)
+    return made.quantization if isinstance(made, type) and issubclass(made, SelfDrafter) else None
+
+
+def has_weights(draft: Any) -> bool:
+    """Return whether ``draft``, from ``checked_draft``, has weights, as far as is known before it is made."""
+    if draft is None:
+        return False
+    made: Any = DRAFTERS.get(draft) if isinstance(draft, str) else draft
+    return getattr(made, "weights", None) is not Drafter.weights
+
+
 def _checkpoint(draft: str) -> tuple[str, str] | None:
     """Return kind and folder of a drafter that is a checkpoint; None if ``draft`` names something else."""
     kind, _, folder = draft.partition(":")

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import Drafter, is_draft_model
+from specdec_fast.drafters import Drafter, copied_quantization, is_draft_model
 from specdec_fast.errors import ConfigError
 from specdec_fast.planner.budget import Ask, EngineMemory, EngineSetting, budget_error, halved, largest_within
-from specdec_fast.planner.checkpoint import least_memory
+from specdec_fast.planner.checkpoint import copy_sizes, least_memory, without_pages
 from specdec_fast.planner.loaded import loaded_memory
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import make_scheduler
@@ -71,6 +71,9 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
     try:
         if is_draft_model(draft):
             drafting = least_memory(target, draft, config)
+        elif (quantization := copied_quantization(draft)) is not None:
+            dtype: Any = config.dtype
+            drafting = least_memory(target, without_pages(copy_sizes(target, dtype, quantization)), config)
     except ConfigError:
         return draft
     return draft if drafting.total(least._replace(num_draft_tokens=1)) <= config.memory_bytes else None

@@ -72,15 +72,34 @@ def _weights_bytes(model: PreTrainedModel, quantization: str | None) -> int:
     return bytes_of(kept) + rounded_bytes
 
 
+def copy_sizes(source: Any, dtype: torch.dtype | None, quantization: str) -> CheckpointSizes:
+    """Return the sizes of a copy of a target with rounded linears, which shares everything else with it.
+
+    It has the weights of those linears alone, and reads the target's KV entries. Raises ConfigError as
+    ``checkpoint_sizes`` does.
+    """
+    model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
+    return checkpoint_sizes(model, dtype)._replace(weights=tensors_after_rounding(model, quantization)[1])
+
+
+def without_pages(sizes: CheckpointSizes) -> CheckpointSizes:
+    """Return the memory of a drafter on the target's pages: it has no KV entries of its own, and no prefill."""
+    return sizes._replace(bytes_per_token=0, row_bytes=0)
+
+
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
     """Return what an engine needs at least: weights, KV entries, recurrent states and a step's logits.
 
-    ``draft`` is a draft model, for which an engine makes its states with room for the K of ``config``: their size stays
-    when ``memory_bytes`` lowers K. None: plain decoding. Raises ConfigError if sizes are unknown.
+    ``draft`` is a draft model, or the sizes of one, for which an engine makes its states with room for the K of
+    ``config``: their size stays when ``memory_bytes`` lowers K. None: plain decoding. Raises ConfigError if sizes are
+    unknown.
     """
     dtype: Any = config.dtype
     of_target = _target_part(checkpoint_sizes(target, dtype, config.quantization), 0)
-    of_draft = None if draft is None else _draft_part(checkpoint_sizes(draft, dtype, config.draft_quantization), 0)
+    of_draft = None
+    if draft is not None:
+        is_known = isinstance(draft, CheckpointSizes)
+        of_draft = _draft_part(draft if is_known else checkpoint_sizes(draft, dtype, config.draft_quantization), 0)
     states_for = 0 if draft is None else config.most_draft_tokens
     return EngineMemory(of_target, of_draft, config.page_size, is_estimate=True, states_for=states_for)
 

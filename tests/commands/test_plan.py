@@ -84,6 +84,23 @@ def test_without_measuring_nothing_is_loaded(capsys, monkeypatch):
     assert planned(capsys, *COMPUTED, draft="ngram", batch_sizes=1)["best"]["config"]["num_draft_tokens"] == 8
 
 
+def test_a_copy_of_the_target_has_its_codes_and_no_pages(capsys, monkeypatch):
+    """Computed from the target's config, they are those of a loaded engine."""
+    given = {"draft": "self", "dtype": "bfloat16", "batch_sizes": 1}
+    engine = sd.Engine(TARGET, "self", dtype="bfloat16")
+    monkeypatch.setattr(plan_module, "Engine", None)
+    best = planned(capsys, *COMPUTED, **given)["best"]
+    plain = planned(capsys, *COMPUTED, **given | {"draft": "ngram"})["best"]
+    assert best["terms"]["drafter weights"] == engine.describe()["draft"]["own_weight_bytes"]
+    assert best["terms"]["drafter KV"] == 0
+    assert 0 < best["config"]["num_draft_tokens"] < plain["config"]["num_draft_tokens"], "drafting is not free"
+
+
+@pytest.mark.parametrize("draft", ["mtp", "eagle3:FOLDER"])
+def test_without_measuring_no_drafter_is_free_because_it_is_unknown(capsys, draft):
+    assert "its sizes are known only when it is loaded" in refused(capsys, *COMPUTED, draft=draft)
+
+
 @pytest.mark.parametrize(("acceptance", "k"), [("1", 8), ("0", 0)])
 def test_recurrent_states_are_those_of_each_setting(capsys, tmp_path, acceptance, k):
     """Known from the config alone: the folder has no weights."""

@@ -90,7 +90,7 @@ def test_misspelt_name_is_compared_with_registered_ones(nearest, target):
 
 
 def test_error_of_a_wrong_draft_lists_registered_names(nearest, target):
-    with pytest.raises(sd.ConfigError, match="'ngram', 'ngram-trie', 'none', 'self', .*, 'nearest'"):
+    with pytest.raises(sd.ConfigError, match=r"'ngram', 'ngram-trie', 'none', 'self', .*, 'nearest'"):
         sd.Engine(target, 5.0)
 
 

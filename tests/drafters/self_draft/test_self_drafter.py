@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
+from specdec_fast.drafters.self_draft.drafter import SelfDrafter
 from specdec_fast.models.quantized_linears import quantized_linears, rounded_copy
 from support.models import tiny_model
 from support.recurrent_models import recurrent_model
@@ -54,6 +55,15 @@ def test_a_budget_without_room_for_the_codes_decodes_plainly(model):
     assert engine.describe()["drafter"] == "none"
     output = engine.generate([[5, 9, 23]], sd.SamplingParams(max_new_tokens=8))[0]
     assert output.raise_for_error().stats.num_draft_tokens == 0
+
+
+def test_a_budget_without_room_for_the_codes_makes_no_copy(model, tmp_path, monkeypatch):
+    """Known from the config, before anything is loaded."""
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(SelfDrafter, "__init__", None)
+    settings = {"kv_cache_tokens": 64, "max_batch_size": 1, "max_prefill_tokens": 1, "dtype": "float32"}
+    whole = sum(sd.Engine(tmp_path, None, memory_bytes=10**7, **settings).memory_plan.terms.values())
+    assert sd.Engine(tmp_path, "self", memory_bytes=whole + 1000, **settings).drafter.name == "none"
 
 
 def test_costs_are_measured(model):
