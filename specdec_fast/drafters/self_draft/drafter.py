@@ -14,7 +14,8 @@ from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.probe import named_failures
-from specdec_fast.models.quantized_linears import linears_to_round, quantized_linears, rounded_copy
+from specdec_fast.models.quantized_linears import quantized_linears
+from specdec_fast.models.rounded_models import rounded_copy
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.graphs import described
@@ -27,10 +28,11 @@ from specdec_fast.sampling_params import SamplingParams
 class SelfDrafter(Drafter):
     """Proposes what the target's own weights, rounded to few bits, would choose.
 
-    The copy shares every tensor with the target but the weights of linears. It has no KV entries of its own: a proposal
-    reads the target's entries of a sequence, and writes its own at the positions from ``target_kv_length`` on, those of
-    the last committed token and of the draft tokens. The verification of the same step computes these positions itself,
-    and overwrites them (I2). So a sequence needs neither admission nor a prefill, and rejection costs nothing.
+    The copy shares every tensor with the target but the weights of linears and experts. It has no KV entries of its
+    own: a proposal reads the target's entries of a sequence, and writes its own at the positions from
+    ``target_kv_length`` on, those of the last committed token and of the draft tokens. The verification of the same
+    step computes these positions itself, and overwrites them (I2). So a sequence needs neither admission nor a prefill,
+    and rejection costs nothing.
 
     Attributes:
         quantization: how the linears are rounded, a name in ``quantization.rounding.ROUNDINGS``.
@@ -114,6 +116,8 @@ class SelfDrafter(Drafter):
     def _copied(self, model: PreTrainedModel) -> PreTrainedModel:
         try:
             return rounded_copy(model, self.quantization)
+        except ConfigError as error:  # there is nothing to round, or a weight that cannot be rounded
+            raise ConfigError(f"draft={self.name!r}: {error}") from error
         except (TypeError, copy.Error) as error:  # it holds a lock or a file, for example
             raise NotYetSupportedError(
                 f"draft={self.name!r} copies the modules of the target, and {type(model).__name__} cannot be copied: "
@@ -134,12 +138,8 @@ class SelfDrafter(Drafter):
             )
         if quantized_linears(target.model):
             raise ConfigError(
-                f"{refused}its linears are quantised already, so a copy in {self.quantization} would gain nothing or "
-                "little; pass another drafter, or the weights before they were quantised."
-            )
-        if not linears_to_round(target.model):
-            raise ConfigError(
-                f"{refused}it has no torch.nn.Linear whose weights could be rounded; pass another drafter."
+                f"{refused}its linears are quantised already; a copy of 4-bit weights gains nothing, and 8-bit codes "
+                "are not rounded again. Pass another drafter, or leave quantization out."
             )
 
 

@@ -9,7 +9,8 @@ import torch
 
 import specdec_fast as sd
 from specdec_fast.drafters.self_draft.drafter import SelfDrafter
-from specdec_fast.models.quantized_linears import quantized_linears, rounded_copy
+from specdec_fast.models.quantized_linears import quantized_linears
+from specdec_fast.models.rounded_models import rounded_copy
 from support.models import tiny_model
 from support.recurrent_models import recurrent_model
 
@@ -95,7 +96,9 @@ def test_sharded_targets_are_refused(model, monkeypatch):
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 def test_quantised_targets_are_refused(model, quantization):
-    with pytest.raises(sd.ConfigError, match="its linears are quantised already, so a copy in int4 would gain nothing"):
+    with pytest.raises(
+        sd.ConfigError, match="its linears are quantised already; a copy of 4-bit weights gains nothing"
+    ):
         sd.Engine(rounded_copy(model, quantization), "self", enforce_eager=True)
 
 
@@ -106,8 +109,8 @@ def test_trees_are_refused(model):
 
 
 def test_a_model_without_linears_is_refused(model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.drafters.self_draft.drafter.linears_to_round", lambda _: {})
-    with pytest.raises(sd.ConfigError, match=r"it has no torch\.nn\.Linear whose weights could be rounded"):
+    monkeypatch.setattr("specdec_fast.models.rounded_models.linears_to_round", lambda _: {})
+    with pytest.raises(sd.ConfigError, match=r"draft='self:int4': .*LlamaForCausalLM has no linear layers"):
         sd.Engine(model, "self")
 
 
@@ -127,5 +130,5 @@ def test_a_weight_that_cannot_be_rounded_is_named():
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e9  # finite, and too large for a scale
-    with pytest.raises(sd.ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of .* cannot be quantised"):
+    with pytest.raises(sd.ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight cannot be quantised"):
         sd.Engine(model, "self")
