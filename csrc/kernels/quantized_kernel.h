@@ -191,7 +191,13 @@ void multiply_whole(const QuantizedTask& task) {
   multiply_whole_with<WholeTable>(task, kRows);
 }
 
-const QuantizedCode kCode = {multiply, multiply_whole, offset_of};
+#ifdef SPECDEC_AMX
+#include "kernels/quantized_tiles.h"
+
+const QuantizedCode kCode = {multiply, multiply_whole_on_tiles, offset_of, true};
+#else
+const QuantizedCode kCode = {multiply, multiply_whole, offset_of, false};
+#endif
 
 }  // namespace SPECDEC_ISA
 }  // namespace specdec

@@ -18,10 +18,11 @@ struct PreparedRows {
   std::int64_t num_rows;
   std::int64_t padded;           // inputs of a row, a multiple of the block size
   const float* numbers;          // [num_rows, padded], unless rows are rounded
-  const std::int8_t* whole;      // [num_rows, padded], if they are
-  const float* steps;            // [num_rows, blocks]: what a whole number stands for
-  const std::int32_t* offsets;   // [num_rows, blocks]: what is added to the sums of codes without a sign
-  const float* sums;             // [num_rows, blocks]: of a block's inputs
+  const std::int8_t* whole;      // [num_rows, padded], if they are; or [blocks, most rows, block size]
+  const float* steps;            // [num_rows, blocks], or [blocks, most rows]: what a whole number stands for
+  const std::int32_t* offsets;   // the same: what is added to the sums of codes without a sign
+  const float* sums;             // the same: of a block's inputs
+  std::int64_t most_rows;        // for which there is memory, a multiple of a tile's
 };
 
 // What a thread computes: the outputs of some panels for some rows.
@@ -35,10 +36,20 @@ struct QuantizedTask {
 };
 
 struct QuantizedCode {
-  void (*multiply)(const QuantizedTask&);          // weights times numbers
-  void (*multiply_whole)(const QuantizedTask&);    // weights times whole numbers
-  // Adds to a code's bits that make it the operand of multiply_whole: `whole numbers` are value + offset.
-  int (*offset_of)(const PackedWeight&);
+  void (*multiply)(const QuantizedTask&);        // weights times numbers
+  void (*multiply_whole)(const QuantizedTask&);  // weights times whole numbers
+  int (*offset_of)(const PackedWeight&);         // what multiply_whole adds to values, to have no sign
+  bool by_block;                                 // whether multiply_whole reads rows block by block
+};
+
+// The code of one instruction set, by the number of rows: with tiles, 16 rows take as long as one.
+struct QuantizedVersion {
+  const QuantizedCode *numbers, *few_whole, *many_whole;
+  std::int64_t many_rows = 0;  // from so many on
+
+  const QuantizedCode& of(bool rounds_rows, std::int64_t num_rows) const {
+    return *(!rounds_rows ? numbers : num_rows < many_rows ? few_whole : many_whole);
+  }
 };
 
 namespace quantized_portable {
@@ -52,6 +63,9 @@ namespace quantized_x86_64_v4 {
 extern const QuantizedCode kCode;
 }
 namespace quantized_avx512_vnni {
+extern const QuantizedCode kCode;
+}
+namespace quantized_amx_int8 {
 extern const QuantizedCode kCode;
 }
 #endif

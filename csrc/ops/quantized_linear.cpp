@@ -1,10 +1,12 @@
 #include "ops/quantized_linear.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <vector>
 
+#include "kernels/amx_tiles.h"
 #include "kernels/conversions.h"
 #include "kernels/multiversion.h"
 #include "kernels/quantized_work.h"
@@ -13,19 +15,26 @@
 namespace specdec {
 namespace {
 
-std::vector<Versions<const QuantizedCode*>::Version> usable() {
-  std::vector<Versions<const QuantizedCode*>::Version> usable = {{"portable", &quantized_portable::kCode}};
+std::vector<Versions<QuantizedVersion>::Version> usable() {
+  const QuantizedCode* portable = &quantized_portable::kCode;
+  std::vector<Versions<QuantizedVersion>::Version> usable = {{"portable", {portable, portable, portable}}};
 #ifdef SPECDEC_X86_64_LEVELS
-  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", &quantized_x86_64_v3::kCode});
-  if (__builtin_cpu_supports("x86-64-v4")) usable.push_back({"x86-64-v4", &quantized_x86_64_v4::kCode});
-  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) {
-    usable.push_back({"avx512-vnni", &quantized_avx512_vnni::kCode});
+  const QuantizedCode *v3 = &quantized_x86_64_v3::kCode, *v4 = &quantized_x86_64_v4::kCode;
+  const QuantizedCode *vnni = &quantized_avx512_vnni::kCode, *amx = &quantized_amx_int8::kCode;
+  constexpr std::int64_t kTileRows = 24;  // from so many rows on, tiles are faster
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", {v3, v3, v3}});
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    usable.push_back({"x86-64-v4", {v4, v3, v3}});  // without VNNI, 512 bits lack an instruction that 256 bits have
+    if (__builtin_cpu_supports("avx512vnni")) {
+      usable.push_back({"avx512-vnni", {v4, vnni, vnni}});
+      if (__builtin_cpu_supports("amx-int8") && permitted_amx()) usable.push_back({"amx-int8", {v4, vnni, amx, kTileRows}});
+    }
   }
 #endif
   return usable;
 }
 
-Versions<const QuantizedCode*> versions("quantized_linear", usable());
+Versions<QuantizedVersion> versions("quantized_linear", usable());
 
 constexpr float kLeastRounded = 0x1p-100f;  // LEAST_ROUNDED in specdec_fast/ops/quantized_linear.py
 
@@ -36,80 +45,94 @@ struct RowMemory {
   std::vector<std::int32_t> offsets;
 };
 
-// Whole numbers of one row, and per block: what one of them stands for (NaN if a number is not finite), and their sum.
-// Overwrites the numbers.
+// Rounds a block to whole numbers, and returns what one of them stands for: NaN if a number is not finite. Overwrites the
+// numbers.
 SPECDEC_MULTIVERSION
-void round_row(float* __restrict numbers, std::int64_t num_blocks, std::int64_t size, std::int8_t* __restrict whole,
-               float* __restrict steps, std::int32_t* __restrict sums) {
+float round_block(float* __restrict numbers, std::int64_t size, std::int8_t* __restrict whole, std::int32_t* __restrict sum) {
   constexpr std::int32_t kInfinity = 0x7f800000;
   constexpr float kWhole = 0x1.8p23f;  // adding it rounds to a whole number, half to even
-  for (std::int64_t block = 0; block < num_blocks; ++block, numbers += size, whole += size) {
-    std::int32_t bits = 0;  // those of the largest magnitude, which compare as magnitudes do
-    for (std::int64_t i = 0; i < size; ++i) bits = std::max(bits, bit_cast<std::int32_t>(numbers[i]) & 0x7fffffff);
-    const float largest = bit_cast<float>(bits);
-    const bool is_finite = bits < kInfinity, is_zero = !is_finite || largest < kLeastRounded;
-    const float inverse = is_zero ? 0.0f : 127.0f / largest;
-    // Two loops: in one, the compiler would fuse product and sum, and round once where the contract rounds twice.
-    for (std::int64_t i = 0; i < size; ++i) numbers[i] *= inverse;
-    std::int32_t sum = 0;
-    for (std::int64_t i = 0; i < size; ++i) {
-      const std::int32_t rounded = bit_cast<std::int32_t>(numbers[i] + kWhole) - bit_cast<std::int32_t>(kWhole);
-      whole[i] = static_cast<std::int8_t>(is_zero ? 0 : rounded);
-      sum += is_zero ? 0 : rounded;
-    }
-    steps[block] = is_finite ? (is_zero ? 0.0f : largest / 127.0f) : std::numeric_limits<float>::quiet_NaN();
-    sums[block] = sum;
+  std::int32_t bits = 0;  // those of the largest magnitude, which compare as magnitudes do
+  for (std::int64_t i = 0; i < size; ++i) bits = std::max(bits, bit_cast<std::int32_t>(numbers[i]) & 0x7fffffff);
+  const float largest = bit_cast<float>(bits);
+  const bool is_finite = bits < kInfinity;
+  *sum = 0;
+  if (!is_finite || largest < kLeastRounded) {
+    std::memset(whole, 0, static_cast<std::size_t>(size));
+    return is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
   }
+  const float inverse = 127.0f / largest;
+  // Two loops: in one, the compiler would fuse product and sum, and round once where the contract rounds twice.
+  for (std::int64_t i = 0; i < size; ++i) numbers[i] *= inverse;
+  std::int32_t total = 0;
+  for (std::int64_t i = 0; i < size; ++i) {
+    const std::int32_t rounded = bit_cast<std::int32_t>(numbers[i] + kWhole) - bit_cast<std::int32_t>(kWhole);
+    whole[i] = static_cast<std::int8_t>(rounded);
+    total += rounded;
+  }
+  *sum = total;
+  return largest / 127.0f;
 }
 
+// The rows of a call, prepared for its kernel, up to kPreparedRows at a time.
 class Rows {
  public:
-  Rows(const QuantizedLinearArgs& args, int offset) : args_(args), offset_(offset) {
+  Rows(const QuantizedLinearArgs& args, const QuantizedCode& code)
+      : args_(args), by_block_(args.weight.rounds_rows && code.by_block), offset_(args.weight.rounds_rows ? code.offset_of(args.weight) : 0) {
     const PackedWeight& weight = args.weight;
-    const auto num_rows = static_cast<std::size_t>(std::min(args.num_rows, kPreparedRows));
-    const auto blocks = static_cast<std::size_t>(weight.num_blocks());
+    most_rows_ = most_rows(args.num_rows);
     padded_ = weight.num_blocks() * weight.block_size;
-    memory_.numbers.resize(weight.rounds_rows ? 0 : num_rows * static_cast<std::size_t>(padded_));
-    memory_.whole.resize(weight.rounds_rows ? num_rows * static_cast<std::size_t>(padded_) : 0);
-    memory_.steps.resize(weight.rounds_rows ? num_rows * blocks : 0);
-    memory_.offsets.resize(weight.rounds_rows ? num_rows * blocks : 0);
-    memory_.sums.resize(num_rows * blocks);
+    const auto numbers = static_cast<std::size_t>(most_rows_ * padded_);
+    const auto blocks = static_cast<std::size_t>(most_rows_ * weight.num_blocks());
+    memory_.sums.resize(blocks);
+    if (!weight.rounds_rows) {
+      memory_.numbers.resize(numbers);
+      return;
+    }
+    memory_.whole.resize(numbers);
+    memory_.steps.resize(blocks);
+    memory_.offsets.resize(blocks);
+  }
+
+  // Rows for which there is memory: tiles read 16, whatever their number.
+  static std::int64_t most_rows(std::int64_t num_rows) {
+    return (std::min(num_rows, kPreparedRows) + kTileHeight - 1) / kTileHeight * kTileHeight;
   }
 
   // Prepares row `row` of the call as row `to`.
   void prepare(std::int64_t row, std::int64_t to) {
     const PackedWeight& weight = args_.weight;
     const auto* from = static_cast<const char*>(args_.rows) + row * args_.row_stride * item_size(args_.dtype);
-    const std::int64_t blocks = weight.num_blocks(), size = weight.block_size, at = to * blocks;
-    float* sums = memory_.sums.data() + at;
+    const std::int64_t blocks = weight.num_blocks(), size = weight.block_size;
     std::vector<float> own(weight.rounds_rows ? static_cast<std::size_t>(padded_) : 0);
     float* numbers = weight.rounds_rows ? own.data() : memory_.numbers.data() + to * padded_;
     widen_all(args_.dtype, from, numbers, weight.in_features);
     std::fill(numbers + weight.in_features, numbers + padded_, 0.0f);
     if (!weight.rounds_rows) {
       for (std::int64_t block = 0; weight.mins != nullptr && block < blocks; ++block) {
-        sums[block] = std::accumulate(numbers + block * size, numbers + (block + 1) * size, 0.0f);
+        memory_.sums[to * blocks + block] = std::accumulate(numbers + block * size, numbers + (block + 1) * size, 0.0f);
       }
       return;
     }
-    float* steps = memory_.steps.data() + at;
-    std::int32_t* offsets = memory_.offsets.data() + at;
-    round_row(numbers, blocks, size, memory_.whole.data() + to * padded_, steps, offsets);
     for (std::int64_t block = 0; block < blocks; ++block) {
-      sums[block] = steps[block] * static_cast<float>(offsets[block]);
-      offsets[block] *= -offset_;
+      const std::int64_t at = by_block_ ? block * most_rows_ + to : to * blocks + block;
+      std::int32_t sum;
+      const float step = round_block(numbers + block * size, size, memory_.whole.data() + at * size, &sum);
+      memory_.steps[at] = step;
+      memory_.sums[at] = step * static_cast<float>(sum);
+      memory_.offsets[at] = -offset_ * sum;
     }
   }
 
   PreparedRows prepared(std::int64_t num_rows) const {
     return {num_rows, padded_, memory_.numbers.data(), memory_.whole.data(), memory_.steps.data(), memory_.offsets.data(),
-            memory_.sums.data()};
+            memory_.sums.data(), most_rows_};
   }
 
  private:
   const QuantizedLinearArgs& args_;
+  bool by_block_;
   int offset_;
-  std::int64_t padded_ = 0;
+  std::int64_t padded_ = 0, most_rows_ = 0;
   RowMemory memory_;
 };
 
@@ -141,7 +164,7 @@ void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, s
 
 std::int64_t quantized_linear_bytes(std::int64_t num_rows, std::int64_t in_features, std::int64_t block_size, bool rounds_rows,
                                     int num_threads) {
-  const std::int64_t rows = std::min(num_rows, kPreparedRows), blocks = (in_features + block_size - 1) / block_size;
+  const std::int64_t rows = Rows::most_rows(num_rows), blocks = (in_features + block_size - 1) / block_size;
   const std::int64_t row = rounds_rows ? blocks * (block_size + 12) : blocks * (4 * block_size + 4);
   return rows * row + num_threads * (4 * (kTotals + kScales) + (rounds_rows ? 4 * blocks * block_size : 0));
 }
@@ -149,8 +172,8 @@ std::int64_t quantized_linear_bytes(std::int64_t num_rows, std::int64_t in_featu
 void quantized_linear(const QuantizedLinearArgs& args) {
   const PackedWeight& weight = args.weight;
   if (args.num_rows == 0) return;
-  const QuantizedCode& code = *versions.chosen();
-  Rows rows(args, weight.rounds_rows ? code.offset_of(weight) : 0);
+  const QuantizedCode& code = versions.chosen().of(weight.rounds_rows, args.num_rows);
+  Rows rows(args, code);
   // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
   const bool worth_threads = args.num_rows * weight.in_features * weight.out_features > (1 << 18);
   const int num_threads = worth_threads ? args.num_threads : 1;

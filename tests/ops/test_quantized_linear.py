@@ -80,6 +80,22 @@ def test_threads_and_long_prompts_change_no_bit(name):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("name", ["int8-a8", "int4-a8"])
+def test_tiles_have_the_bits_of_other_instructions(name):
+    """Sums of rounded rows are exact, so all versions with the same vectors agree bit for bit."""
+    versions = [version for version in _C.quantized_linear_versions() if version in ("avx512-vnni", "amx-int8")]
+    weight = rounded(torch.randn(70, 300, generator=torch.Generator().manual_seed(6)), ROUNDINGS[name])
+    rows = torch.randn(100, 300, generator=torch.Generator().manual_seed(7))
+    found = []
+    try:
+        for version in versions:
+            _C.choose_quantized_linear_version(version)
+            found.append(OP.load("cpp")(rows, weight))
+    finally:
+        _C.choose_quantized_linear_version(_C.quantized_linear_versions()[-1])
+    assert all(same_bits(each, found[0]) for each in found)
+
+
 def test_rounded_rows_have_exact_sums(version):
     """Whole numbers below 128 whose largest is 127 are not changed by rounding, so results are exact in fp32."""
     generator = torch.Generator().manual_seed(5)

@@ -1,0 +1,19 @@
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/amx_tiles.h"
+#include "kernels/quantized_work.h"
+
+#ifdef SPECDEC_X86_64_LEVELS
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4")
+#define SPECDEC_ISA quantized_amx_int8
+#define SPECDEC_LANES 16
+#define SPECDEC_AMX
+#include "kernels/quantized_kernel.h"
+#pragma GCC pop_options
+#endif
