@@ -22,14 +22,20 @@ def install() -> None:
 
 
 def _dot(self: InterpreterBuilder, left: Any, right: Any, sums: Any, *precision: Any) -> TensorHandle:
-    operands = (left.data, right.data)
-    if any(operand.ndim != 2 or operand.dtype not in (np.float16, np.float32) for operand in operands):
+    if any(operand.data.dtype not in (np.float16, np.float32) for operand in (left, right)):
         return _OTHER_DOT(self, left, right, sums, *precision)
+    if left.data.ndim == 3:  # a batch of products
+        total = np.stack([_added(*each) for each in zip(left.data, right.data, sums.data, strict=True)])
+    else:
+        total = _added(left.data, right.data, sums.data)
+    return TensorHandle(total, sums.dtype.scalar)
+
+
+def _added(left: Any, right: Any, sums: Any) -> Any:
     # With contiguous operands and more than one column, einsum runs over the columns innermost, so that every output
-    # is summed in the order of the products. tl.dot has 16 columns or more.
-    rows, columns = (np.ascontiguousarray(operand, dtype=sums.data.dtype) for operand in operands)
-    total = sums.data
+    # is summed in the order of the products. Our tiles have 8 columns or more.
+    rows, columns = (np.ascontiguousarray(operand, dtype=sums.dtype) for operand in (left, right))
     for k in range(0, rows.shape[1], _STEP):
         step = np.ascontiguousarray(rows[:, k : k + _STEP]), columns[k : k + _STEP]
-        total = np.einsum("mk,kn->mn", *step) + total
-    return TensorHandle(total, sums.dtype.scalar)
+        sums = np.einsum("mk,kn->mn", *step) + sums
+    return sums

@@ -25,10 +25,11 @@ from bench.common.correctness_gate import (
 )
 from bench.common.device import full_precision, poisoned, synchronize
 from bench.gpu_.isolated_tasks import Progress, Settings, described
-from bench.op_cases import OP_CASES, Case
+from bench.op_cases import OP_CASES, Case, with_tensors
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import BACKENDS, Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
+from specdec_fast.quantization.rounding import ROUNDINGS, rounded
 
 CPU = torch.device("cpu")
 INDEPENDENT = (
@@ -117,6 +118,18 @@ def run(settings: Settings, progress: Progress) -> None:
                 if backend == "triton":
                     joint = partial(_check_linears, dtype, device, sizes, progress)
                     progress.attempt(f"linears on triton in {name_of(dtype)}", joint)
+    _check_all_quantized(device, sizes, progress)
+
+
+def _check_all_quantized(device: torch.device, sizes: Sizes, progress: Progress) -> None:
+    op = all_ops()["quantized_linear"]
+    for backend in serving(op, device):
+        for dtype in sizes.dtypes:
+            if not _misinterprets(op, backend, dtype):
+                for kind in ("int4", "int8-a8"):
+                    what = f"quantized_linear of {kind} on {backend} in {name_of(dtype)}"
+                    check = partial(_check_quantized, op, backend, kind, dtype, device, sizes, progress)
+                    progress.attempt(what, check)
 
 
 def backends_on(op: Op, device: torch.device) -> Iterator[str]:
@@ -242,11 +255,29 @@ def _check_linear(
     generator, (in_features, out_features) = torch.Generator().manual_seed(0), sizes.linear
     rows = torch.randn(600, in_features, generator=generator).to(dtype).to(device)
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype).to(device)
-    what = f"rows of linear on {backend} in {name_of(dtype)}"
+    counts = (1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 65, 128, 129, 512)  # tiles of all sizes
+    _compare_counts(f"rows of linear on {backend} in {name_of(dtype)}", op, backend, rows, weight, counts, progress)
+
+
+def _check_quantized(
+    op: Op, backend: str, kind: str, dtype: torch.dtype, device: torch.device, sizes: Sizes, progress: Progress
+) -> None:
+    """As ``_check_linear``, of a rounded weight."""
+    generator, (in_features, out_features) = torch.Generator().manual_seed(0), sizes.linear
+    rows = torch.randn(70, in_features, generator=generator).to(dtype).to(device)
+    packed = rounded(torch.randn(out_features, in_features, generator=generator), ROUNDINGS[kind])
+    weight = with_tensors(packed, lambda _, tensor: tensor.to(device))
+    what = f"rows of quantized_linear of {kind} on {backend} in {name_of(dtype)}"
+    _compare_counts(what, op, backend, rows, weight, (1, 8, 9, 17, 64), progress)
+
+
+def _compare_counts(
+    what: str, op: Op, backend: str, rows: Tensor, weight: Any, counts: tuple[int, ...], progress: Progress
+) -> None:
     try:
         linear = op.load(backend)
         whole, same = linear(rows, weight), []
-        for count in (1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 65, 128, 129, 512):  # tiles of all sizes
+        for count in counts:
             same += [same_bits(linear(rows[:count], weight), whole[:count])]
             same += [same_bits(linear(rows[-count:], weight), whole[-count:])]
     except Exception as error:

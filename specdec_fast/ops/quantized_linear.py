@@ -116,10 +116,11 @@ def check_packed(weight: PackedWeight, device: torch.device) -> None:
 OP = Op(
     name="quantized_linear",
     implementations={
-        "cpp": "specdec_fast.ops.cpp:quantized_linear",
         "torch": "specdec_fast.ops.quantized_linear:quantized_linear",
+        "cpp": "specdec_fast.ops.cpp:quantized_linear",
+        "triton": "specdec_fast.triton_kernels.quantized_linear:quantized_linear",
     },
     check=_check,
     exact=False,
-    invariant=frozenset({"torch", "cpp"}),
+    invariant=frozenset({"torch", "cpp", "triton"}),
 )

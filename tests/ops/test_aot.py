@@ -35,7 +35,9 @@ FEW = {
     "verify_chain": r"(chunk_bf16_|accept_19_chunks|walk)",
 }
 SLICE = "|".join(rf"{file}\.{names}" for file, names in FEW.items())
-DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x|linear_attention_rows\."  # takes half a second for each
+DISASSEMBLED = (
+    r"paged_attention\.|linear\.bf16_1024x|linear_attention_rows\.|quantized_linear\."  # takes half a second for each
+)
 KERNEL_FILES = [module.__name__ for module in kernel_modules()]
 REPORTS = [
     pytest.param((("sm_90",), KERNEL_FILES, SLICE, DISASSEMBLED), id="slice"),
@@ -101,11 +103,16 @@ def test_kernels_use_no_local_memory_and_multiply_on_tensor_cores(report):
     rows = [row for row in report["kernels"] if row["target"].startswith("sm_") and row["local_accesses"] is not None]
     assert rows
     assert [row for row in rows if row["local_accesses"]] == []
-    dots = [row for row in rows if row["kernel"].startswith(("linear.", "paged_attention.")) and "path" not in row]
-    dots = [row for row in dots if re.match(r"\w+\.(bf16|fp16)_(?!.*_merge)", row["kernel"])]
+    dots = [
+        row
+        for row in rows
+        if row["kernel"].startswith(("linear.", "paged_attention.", "quantized_")) and "path" not in row
+    ]
+    dots = [row for row in dots if re.match(r"\w+\.(bf16|fp16)_(?!.*_merge|round)", row["kernel"])]
     assert dots
     assert [row for row in dots if not row["tensor_instructions"]] == []
-    aligned = [row for row in dots if "unaligned" not in row["kernel"] and "2100" not in row["kernel"]]
+    narrow = ("unaligned", "2100", "quantized_")  # its smallest tiles are 8 bytes for each thread
+    aligned = [row for row in dots if not any(part in row["kernel"] for part in narrow)]
     assert [row for row in aligned if not row["wide_loads"]] == []
 
 

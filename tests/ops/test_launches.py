@@ -22,7 +22,7 @@ OF_A_MODEL = {"NUM_HEADS", "GROUP", "PAGE_SIZE", "ENTRY", "IN_FEATURES", "NUM_CH
 BY_OUTPUTS = {"BLOCK_OUT", "BLOCK_CHUNKS", "BLOCK_TILES"}  # tiles that follow from a vocabulary, or from outputs
 
 def is_tile(name):
-    return name.startswith("BLOCK_") or name == "ALIGNMENT"
+    return name.startswith("BLOCK_") or name in ("ALIGNMENT", "STAGES")
 
 def is_size(name):
     return name in OF_A_MODEL or name in BY_OUTPUTS or (name.endswith("_DIM") and not is_tile(name))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.quantization.packed_weight import INT8, TABLE, PackedWeight
 from specdec_fast.triton_kernels import kernel_modules
 from support.grids import each_value_once
 from support.op_cases import make
@@ -71,6 +72,24 @@ def grouped_args(in_features: int, choices: tuple[int, int], layout: str, dtype:
     }
 
 
+def quantized_args(out_features: int, form: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    words = 4 if form["kind"] == TABLE else 8
+    panels = out_features // 16
+    scales = torch.empty(panels, 128, 16, dtype=form.get("scale_dtype", torch.float16))
+    weight = PackedWeight(
+        codes=torch.empty(panels, 128, words, 16, dtype=torch.int32),
+        scales=scales,
+        mins=scales if "has_mins" in form else None,
+        table=torch.empty(16) if form["kind"] == TABLE else None,
+        in_features=4096,
+        out_features=out_features,
+        group_size=32,
+        kind=form["kind"],
+        rounds_rows="rounds_rows" in form,
+    )
+    return {"rows": torch.empty(2, 4096, dtype=dtype), "weight": weight}
+
+
 def conv_args(kernel: int, has_bias: bool, activation: str | None, dtype: torch.dtype) -> dict[str, Any]:
     args = make("conv_rows_", "mixed", dtype)
     weight = torch.empty(24, kernel, dtype=dtype)
@@ -113,6 +132,14 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
             (768, (8, 8), ""),
             (2880, (1, 4), "transposed bias"),
             (67, (2, 2), "odd bias"),
+        )
+    ],
+    "quantized_linear": [
+        lambda dtype, o=o, form=form: quantized_args(o, form, dtype)
+        for o, form in (
+            (4096, {"kind": TABLE}),
+            (4096, {"kind": INT8, "rounds_rows": True}),
+            (4096, {"kind": TABLE, "has_mins": True, "scale_dtype": torch.float32}),
         )
     ],
     "noise_words": [lambda dtype, case=case: make("noise_words", case, dtype) for case in ("level", "wide")],
@@ -174,6 +201,7 @@ def as_listed(value: Any) -> Any:
         torch.float32: "fp32",
         torch.float16: "fp16",
         torch.bfloat16: "bf16",
+        torch.int8: "i8",
         torch.int32: "i32",
         torch.int64: "i64",
     }
