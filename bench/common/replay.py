@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
+from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 
 _BEYOND = -1  # in the table: no token to replay, so the drafted token stays
@@ -100,6 +101,10 @@ class ReplayDrafter(Drafter):
     def grow(self, num_tokens: int) -> None:
         """Call the inner drafter."""
         self.inner.grow(num_tokens)
+
+    def use_target_pool(self, pool: PagePool | None) -> None:
+        """Call the inner drafter."""
+        self.inner.use_target_pool(pool)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Call the inner drafter."""
