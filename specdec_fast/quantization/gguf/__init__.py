@@ -1,0 +1,1 @@
+"""GGUF files, as llama.cpp writes them: the container, and the types of its tensors."""
