@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.quantized_checkpoint import config_with_codes
 from specdec_fast.models.rounded_models import round_weights, rounded_copy
+from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.sampling_params import eos_ids
 
 
@@ -23,13 +24,13 @@ def load_model(
     role: str = "target",
     quantization: str | None = None,
 ) -> PreTrainedModel:
-    """Load a Hugging Face model by name or folder, or return a loaded one unchanged.
+    """Load a Hugging Face model by name or folder, or the one in a GGUF file, or return a loaded one unchanged.
 
     With ``quantization``, the linears of a model that is loaded here are rounded, and of a loaded one a copy is made
     with rounded linears, which shares all other tensors with it.
 
     Args:
-        source: an argument of ``AutoModelForCausalLM.from_pretrained``, or a loaded model.
+        source: an argument of ``AutoModelForCausalLM.from_pretrained``, the path of a GGUF file, or a loaded model.
         dtype: of the weights; None: the checkpoint's.
         device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
@@ -54,6 +55,8 @@ def load_model(
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _expect_usable(device)
+    if is_gguf(name):
+        return _from_gguf(name, dtype, device)
     try:
         with_codes = config_with_codes(name)
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -83,6 +86,17 @@ def load_model(
     if quantization is not None:
         round_weights(model, quantization)
     return model
+
+
+def _from_gguf(name: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    from specdec_fast.models.gguf.loading import load_gguf
+
+    try:
+        return load_gguf(Path(name), dtype, device)
+    except ConfigError:
+        raise
+    except Exception as error:  # no memory
+        raise ConfigError(f"cannot load {name!r} onto {device}: {why_unreadable(error)}") from error
 
 
 def cause_shown(error: Exception) -> Exception | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from specdec_fast.models.probe import probe_of
 from specdec_fast.models.rounded_models import tensors_after_rounding
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
+from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.model_memory import bytes_of, estimated_row_bytes, weights_of
 from specdec_fast.runner.profiling import most_proposed
@@ -140,6 +142,10 @@ def _most_rows(setting: EngineSetting, decoding: int) -> int:
 
 
 def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+    if is_gguf(name := os.fspath(source)):
+        from specdec_fast.models.gguf.loading import load_gguf
+
+        return load_gguf(Path(name), dtype, torch.device("meta"))
     try:
         config = AutoConfig.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:  # no such model, damaged files; every reader raises errors of its own

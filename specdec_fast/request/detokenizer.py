@@ -61,11 +61,22 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether a model's name is the path of a GGUF file, which has a model and its tokenizer."""
+    return name.lower().endswith(".gguf")
+
+
 def load_tokenizer(name: str | None) -> Any | None:
-    """Load the tokenizer in a model's folder; None if there is none. Raises ConfigError if it needs code of its own."""
+    """Load the tokenizer in a model's folder or GGUF file; None if there is none, or it cannot be read.
+
+    Raises ConfigError if it needs code of its own.
+    """
     if not name:
         return None
     try:
+        if is_gguf(name):
+            path = Path(name)
+            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except BaseException as error:  # every reader of a file raises errors of its own
         if not is_failure(error):
@@ -75,7 +86,7 @@ def load_tokenizer(name: str | None) -> Any | None:
                 f"the tokenizer of {name!r} needs code of its own, which is not run without permission; load it "
                 "yourself (AutoTokenizer.from_pretrained(..., trust_remote_code=True)) and pass tokenizer=..."
             ) from error
-        if any(Path(name).glob("tokenizer*")):
+        if is_gguf(name) or any(Path(name).glob("tokenizer*")):
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             warnings.warn(f"the tokenizer of {name!r} cannot be read ({reason}); pass tokenizer=...", stacklevel=2)
         return None

@@ -103,7 +103,7 @@ def _slices(raw: Tensor, block_type: BlockType) -> list[slice]:
 def _packed_slice(raw: Tensor, block_type: BlockType, rounds_rows: bool) -> PackedWeight:
     blocks = block_type.decode(raw.reshape(-1, block_type.block_bytes))
     for name, numbers in (("scales", blocks.scales), ("minima", blocks.mins)):
-        if numbers is not None and not torch.isfinite(numbers).all():
+        if numbers is not None and not numbers.is_meta and not torch.isfinite(numbers).all():
             raise ValueError(f"it has {name} that are not finite")
     mins = None if blocks.mins is None else blocks.mins.reshape(len(raw), -1)
     table = None if block_type.table is None else torch.tensor(block_type.table, device=raw.device)

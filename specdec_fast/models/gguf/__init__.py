@@ -1,0 +1,1 @@
+"""Models from GGUF files: their config, and their weights tensor by tensor."""

@@ -1,0 +1,128 @@
+"""Writes small GGUF files, with names, layouts and metadata as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+ARCHITECTURES = {"gemma3_text": "gemma3"}  # where transformers has another name
+# Types that the package gguf cannot round to: bytes where a block has fp16 numbers, and their size for small weights.
+_RANDOM = {"Q4_K": {0: 2e-4, 2: 1.5e-3}, "Q5_K": {0: 1e-4, 2: 1.5e-3}, "Q6_K": {208: 5e-5}, "IQ4_NL": {0: 1e-3}}
+
+
+def architecture_of(model):
+    return ARCHITECTURES.get(model.config.model_type, model.config.model_type)
+
+
+def write_gguf(
+    model,
+    path: Path,
+    types: Callable[[str], str] = lambda name: "F32",
+    add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    change: Callable[[str, np.ndarray, GGMLQuantizationType], object] = lambda name, data, kind: data,
+):
+    """Write a model, and return it in fp64 with the numbers that the file stands for.
+
+    Args:
+        model: of transformers.
+        path: of the file.
+        types: from a tensor's name in the file to the name of its type; vectors are always F32.
+        add: adds metadata, and overwrites what is there.
+        change: from name, bytes and type of a tensor to the bytes that are written; None leaves the tensor out.
+    """
+    architecture = architecture_of(model)
+    writer = gguf.GGUFWriter(str(path), architecture)
+    _add_settings(writer, model)
+    add(writer)
+    key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(key, model.config.num_hidden_layers)
+    reference = copy.deepcopy(model).double()
+    stated = reference.state_dict()
+    for position, (hf_name, weight) in enumerate(model.state_dict().items()):
+        if hf_name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        kind = GGMLQuantizationType[types(name) if weight.dim() > 1 else "F32"]
+        order = _order(model.config, name, len(weight))
+        shift = int(architecture.startswith("gemma") and name.endswith("norm.weight"))
+        data = _encoded((weight.float() + shift)[order].numpy(), kind, position)
+        numbers = torch.from_numpy(np.array(quants.dequantize(data, kind))).double()
+        stated[hf_name][order] = numbers.view(weight.shape) - shift
+        data = change(name, data, kind)
+        if data is not None:
+            writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return reference
+
+
+def _add_settings(writer, model):
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type in ("qwen3", "gemma2", "gemma3_text"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    elif config.model_type == "llama":
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_rope_dimension_count(head_dim)
+    elif config.model_type == "phi3":
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if config.model_type.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "phi3" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type != "gemma2":  # its files have none
+        rope = rope.get("full_attention", rope)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+        elif rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _order(config, name, num_rows):
+    """Return for each row of the file the row of the checkpoint.
+
+    llama.cpp's llama rotates neighbouring pairs of a head, transformers its two halves.
+    """
+    rows = torch.arange(num_rows)
+    if config.model_type != "llama" or ".attn_q." not in name and ".attn_k." not in name:
+        return rows
+    heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
+    return rows.view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+def _encoded(numbers, kind, seed):
+    """Return the bytes of a tensor; of types that the package gguf cannot round to, random ones."""
+    if kind.name not in _RANDOM:
+        return quants.quantize(np.ascontiguousarray(numbers), kind)
+    generator = np.random.default_rng(seed)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(0, 256, (len(numbers), numbers.shape[1] // block_size, block_bytes), dtype=np.uint8)
+    for start, size in _RANDOM[kind.name].items():
+        halves = np.full((*blocks.shape[:2], 1), size, np.float16)
+        blocks[..., start : start + 2] = halves.view(np.uint8)
+    return blocks.reshape(len(numbers), -1)
