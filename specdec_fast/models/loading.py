@@ -56,7 +56,10 @@ def load_model(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _expect_usable(device)
     if is_gguf(name):
-        return _from_gguf(name, dtype, device)
+        model = _from_gguf(name, dtype, device)
+        if quantization is not None:
+            round_linears(model, quantization)  # those that the file has as floats
+        return model
     try:
         with_codes = config_with_codes(name)
         model, info = AutoModelForCausalLM.from_pretrained(

@@ -86,7 +86,7 @@ def load_tokenizer(name: str | None) -> Any | None:
                 f"the tokenizer of {name!r} needs code of its own, which is not run without permission; load it "
                 "yourself (AutoTokenizer.from_pretrained(..., trust_remote_code=True)) and pass tokenizer=..."
             ) from error
-        if is_gguf(name) or any(Path(name).glob("tokenizer*")):
+        if (is_gguf(name) and "no_vocab" not in str(error)) or any(Path(name).glob("tokenizer*")):
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             warnings.warn(f"the tokenizer of {name!r} cannot be read ({reason}); pass tokenizer=...", stacklevel=2)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def write_gguf(
     model,
     path: Path,
     types: Callable[[str], str] = lambda name: "F32",
+    vectors: Callable[[str], str] = lambda name: "F32",
     add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     change: Callable[[str, np.ndarray, GGMLQuantizationType], object] = lambda name, data, kind: data,
 ):
@@ -32,7 +34,7 @@ def write_gguf(
     Args:
         model: of transformers.
         path: of the file.
-        types: from a tensor's name in the file to the name of its type; vectors are always F32.
+        types, vectors: from the name of a matrix or a vector in the file to the name of its type.
         add: adds metadata, and overwrites what is there.
         change: from name, bytes and type of a tensor to the bytes that are written; None leaves the tensor out.
     """
@@ -48,7 +50,7 @@ def write_gguf(
         if hf_name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        kind = GGMLQuantizationType[types(name) if weight.dim() > 1 else "F32"]
+        kind = GGMLQuantizationType[(types if weight.dim() > 1 else vectors)(name)]
         order = _order(model.config, name, len(weight))
         shift = int(architecture.startswith("gemma") and name.endswith("norm.weight"))
         data = _encoded((weight.float() + shift)[order].numpy(), kind, position)
@@ -62,6 +64,36 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return reference
+
+
+def add_tokenizer(writer, tokenizer):
+    """Add a byte-level BPE tokenizer, with its special tokens as control tokens."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([word for word, _ in words])
+    special = set(tokenizer.all_special_tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if w in special else gguf.TokenType.NORMAL for w, _ in words])
+    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_add_bos_token(True)
+
+
+def add_sentencepiece(writer, words, scores):
+    """Add a sentencepiece tokenizer: three control tokens, the 256 byte tokens, and words with scores."""
+    control = ["<unk>", "<s>", "</s>"]
+    of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    kinds = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 256]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*control, *of_bytes, *words])
+    writer.add_token_scores([*[0.0] * 259, *scores])
+    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * len(words)])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 def _add_settings(writer, model):
@@ -81,6 +113,9 @@ def _add_settings(writer, model):
     elif config.model_type == "llama":
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
+        if head_dim != config.hidden_size // config.num_attention_heads:
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
     elif config.model_type == "phi3":
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.gguf.config import (
@@ -64,7 +64,7 @@ class _Filling:
         self._dtype = model.dtype
         self._is_tied = model.config.tie_word_embeddings
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-        self._names = get_gguf_hf_weights_map(model, self._processor)
+        self._names = _names(model, architecture)
         self._packed: list[tuple[str, StoredTensor]] = []  # linears to replace when their biases are known
         self._filled: set[str] = set()
 
@@ -150,6 +150,15 @@ class _Filling:
 
     def _error(self, tensor: StoredTensor, what: str) -> ConfigError:
         return ConfigError(f"tensor {tensor.name!r} of {str(self._file.path)!r} {what.removeprefix('it ')}.")
+
+
+def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
+    """Return the model's names of its weights by the file's."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    by_name = get_tensor_name_map(number, model.config.num_hidden_layers)
+    return {by_name.get_name(name, try_suffixes=(".weight", ".bias")): name for name in model.state_dict()}
 
 
 def _dtype_of(file: GGUFFile) -> torch.dtype:
