@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec_fast.errors import ConfigError, DetokenizationError, RequestError
 from specdec_fast.request.token_decoders import rule_of
@@ -76,7 +76,8 @@ def load_tokenizer(name: str | None) -> Any | None:
     try:
         if is_gguf(name):
             path = Path(name)
-            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
+            # AutoTokenizer would read the whole header by the package gguf first, which takes 10 s for 150,000 tokens.
+            return PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except BaseException as error:  # every reader of a file raises errors of its own
         if not is_failure(error):

@@ -8,7 +8,7 @@ products are kept in fp32, as llama.cpp computes them. 5- and 6-bit codes are ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,20 +66,17 @@ def packed(raw: Tensor, block_type: BlockType, rounds_rows: bool = False) -> Pac
 
     Raises ValueError if scales or minima are not finite.
     """
-    parts = [_packed_slice(raw[rows], block_type, rounds_rows) for rows in _slices(raw, block_type)]
-    first = parts[0]
-    mins = None if first.mins is None else torch.cat([part.mins for part in parts if part.mins is not None])
-    return PackedWeight(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        mins,
-        first.table,
-        first.in_features,
-        len(raw),
-        first.group_size,
-        first.kind,
-        rounds_rows,
-    )
+    whole: PackedWeight | None = None
+    for rows in _slices(raw, block_type):
+        part = _packed_slice(raw[rows], block_type, rounds_rows)
+        if whole is None:
+            whole = _empty(part, len(raw))
+        for tensor, values in zip(whole.tensors, part.tensors, strict=True):
+            if values is not part.table:
+                first = rows.start // PANEL
+                tensor[first : first + len(values)] = values
+    assert whole is not None
+    return whole
 
 
 def weights_of(raw: Tensor, block_type: BlockType, dtype: torch.dtype) -> Tensor:
@@ -92,6 +89,17 @@ def weights_of(raw: Tensor, block_type: BlockType, dtype: torch.dtype) -> Tensor
     for rows in _slices(raw, block_type):
         weights[rows] = dequantized(_packed_slice(raw[rows], block_type, False), torch.float32).to(dtype)
     return weights
+
+
+def _empty(part: PackedWeight, out_features: int) -> PackedWeight:
+    """Return a weight like a part of it, with memory for all outputs."""
+    panels = -(-out_features // PANEL)
+    codes, scales, mins = (
+        None if each is None else each.new_empty(panels, *each.shape[1:]) for each in (part.codes, part.scales, part.mins)
+    )
+    assert codes is not None
+    assert scales is not None
+    return replace(part, codes=codes, scales=scales, mins=mins, out_features=out_features)
 
 
 def _slices(raw: Tensor, block_type: BlockType) -> list[slice]:

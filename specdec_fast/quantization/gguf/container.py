@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.quantization.gguf.block_types import BLOCK_TYPES, BlockType
 
 MAGIC = b"GGUF"
+_ARRAY = 9  # the number of the type of arrays in metadata
+_LENGTH = struct.Struct("<Q")  # before each text
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -117,12 +120,42 @@ def _reader_class(path: Path) -> Any:
                 )
             return super()._get(offset, dtype, count, override_order)
 
+        def _build_fields(self, offs: int, count: int) -> int:
+            self.data = np.asarray(self.data)  # mapped still, but slices of np.memmap take ten times as long
+            if self.byte_order != "I":
+                raise ConfigError(f"{str(path)!r} is written for machines of another byte order; convert it again.")
+            end: int = super()._build_fields(offs, count)
+            return end
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            """Read an array at once: vocabularies have hundreds of thousands of texts."""
+            item = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0])) if raw_type == _ARRAY else None
+            if item is None or item == gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            types = [gguf.GGUFValueType.ARRAY, item]
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            start = orig_offs + 12
+            if item != gguf.GGUFValueType.STRING:
+                numbers = self._get(start, self.gguf_scalar_to_np[item], count)
+                return 12 + numbers.nbytes, [numbers], [0], types
+            texts = _texts(memoryview(self.data), start, count)
+            return 12 + 8 * count + sum(map(len, texts)), texts, list(range(count)), types
+
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             for field in fields:
                 _expect_readable(path, field, start_offs, len(self.data), readable)
             super()._build_tensors(start_offs, fields)
 
     return CheckedReader
+
+
+def _texts(content: memoryview, start: int, count: int) -> list[memoryview]:
+    texts = []
+    for _ in range(count):
+        (length,) = _LENGTH.unpack_from(content, start)
+        start += 8 + length
+        texts.append(content[start - length : start])
+    return texts
 
 
 def _expect_readable(path: Path, field: Any, start: int, num_bytes: int, readable: set[str]) -> None:
