@@ -58,7 +58,7 @@ def load_model(
     if is_gguf(name):
         model = _from_gguf(name, dtype, device)
         if quantization is not None:
-            round_linears(model, quantization)  # those that the file has as floats
+            round_weights(model, quantization)
         return model
     try:
         with_codes = config_with_codes(name)

@@ -9,7 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.gguf_files import add_sentencepiece, add_tokenizer, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specdec_fast as sd
@@ -24,6 +23,7 @@ from specdec_fast.quantization.gguf.container import read_gguf
 from specdec_fast.quantization.packed_weight import dequantized
 from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.runner.model_memory import bytes_of, weights_of
+from support.gguf_files import add_sentencepiece, add_tokenizer, write_gguf
 
 CPU = torch.device("cpu")
 # As Q4_K_M and other mixtures have them: types by the part of the tensor's name. Vectors are F32.
@@ -31,33 +31,33 @@ _MIXED = {
     "attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_qkv": "Q4_K", "attn_output": "Q4_0", "ffn_gate": "Q4_1",
     "ffn_up": "Q8_0", "ffn_down": "F16", "token_embd": "Q6_K", "output": "BF16",
 }  # fmt: skip
-_SIZES = dict(
-    vocab_size=96, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=None, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-_GEMMA = dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=8)
+_SIZES = {
+    "vocab_size": 96, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
 _LAYOUTS = {
     "llama": ("llama", {}),
-    "llama with biases": ("llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
-    "mistral nemo, heads of another size": ("llama", dict(head_dim=32, rope_parameters=_LINEAR)),
-    "qwen2": ("qwen2", dict(rope_parameters=_YARN)),
-    "qwen3": ("qwen3", dict(head_dim=32, tie_word_embeddings=True, rope_parameters=_ROPE)),
-    "gemma2": ("gemma2", _GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral nemo, heads of another size": ("llama", {"head_dim": 32, "rope_parameters": _LINEAR}),
+    "qwen2": ("qwen2", {"rope_parameters": _YARN}),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _ROPE}),
+    "gemma2": ("gemma2", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": (
         "gemma3_text",
         _GEMMA
-        | dict(
-            num_hidden_layers=6,
-            rope_parameters={
+        | {
+            "num_hidden_layers": 6,
+            "rope_parameters": {
                 "full_attention": _LINEAR,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
-        ),
+        },
     ),
-    "phi3": ("phi3", dict(rope_parameters=_ROPE | {"partial_rotary_factor": 0.5}, sliding_window=8)),
+    "phi3": ("phi3", {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}, "sliding_window": 8}),
 }
 
 
@@ -156,9 +156,7 @@ def test_divided_frequencies_of_llama_3_1_are_read(small):
     plain = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
     factors = plain / model.model.rotary_emb.inv_freq
     assert factors.max() > 7
-    reference = small.write(
-        model=model, add=lambda writer: writer.add_tensor("rope_freqs.weight", factors.numpy())
-    )
+    reference = small.write(model=model, add=lambda writer: writer.add_tensor("rope_freqs.weight", factors.numpy()))
     tokens = torch.arange(40)[None]
     got = load_gguf(small.path, torch.float32, CPU)(tokens).logits
     torch.testing.assert_close(got, reference(tokens).logits.float(), atol=1e-5, rtol=1e-5)
@@ -200,14 +198,18 @@ def test_the_dtype_is_the_files_or_bf16_beside_codes(small, types, dtype):
     assert load_model(small.path, None, CPU).dtype == dtype
 
 
-def test_quantization_rounds_what_the_file_has_as_floats(small):
-    small.write(types=lambda name: "F32" if "ffn" in name else "Q8_0")
+def test_a_file_of_floats_can_be_rounded(small):
+    small.write(types=lambda _: "F32")
     model = load_model(small.path, None, CPU, quantization="int4")
     assert set(bytes_by_kind(model)) == {"int4", "int8"}
-    assert model.model.layers[0].mlp.up_proj.table is not None
-    assert model.model.layers[0].self_attn.q_proj.table is None
-    sizes = checkpoint_sizes(small.path, None, "int4")
-    assert sizes.weights == bytes_of(weights_of(model))
+    assert checkpoint_sizes(small.path, None, "int4").weights == bytes_of(weights_of(model))
+
+
+def test_a_file_with_codes_stays_as_it_is(small):
+    small.write(types=lambda name: "F32" if "ffn" in name else "Q8_0")
+    model = load_model(small.path, None, CPU, quantization="int4")
+    assert set(bytes_by_kind(model)) == {"int8", "bfloat16"}
+    assert checkpoint_sizes(small.path, None, "int4").weights == bytes_of(weights_of(model))
 
 
 def _without(left_out):
@@ -229,41 +231,50 @@ def _shorter(shortened):
 
 
 _REFUSED = {
-    "missing": (dict(change=_without("blk.0.ffn_up.weight")), r"lacks tensors of LlamaForCausalLM: blk.0.ffn_up.weight \(1 in"),
-    "no embeddings": (dict(change=_without("token_embd.weight")), "lacks the tensor token_embd.weight"),
+    "missing": (
+        {"change": _without("blk.0.ffn_up.weight")},
+        r"lacks tensors of LlamaForCausalLM: blk.0.ffn_up.weight \(1 in",
+    ),
+    "no embeddings": ({"change": _without("token_embd.weight")}, "lacks the tensor token_embd.weight"),
     "NaN": (
-        dict(change=_with_nan("blk.0.attn_q.weight")),
+        {"change": _with_nan("blk.0.attn_q.weight")},
         "tensor 'blk.0.attn_q.weight' of '.*model.gguf' has scales that are not finite",
     ),
-    "NaN in embeddings": (dict(change=_with_nan("token_embd.weight")), "tensor 'token_embd.weight' .* not finite"),
+    "NaN in embeddings": ({"change": _with_nan("token_embd.weight")}, "tensor 'token_embd.weight' .* not finite"),
     "shape": (
-        dict(change=_shorter("blk.0.ffn_up.weight")),
+        {"change": _shorter("blk.0.ffn_up.weight")},
         r"tensor 'blk.0.ffn_up.weight' .* has the shape \[63, 64\]; the metadata asks for \[64, 64\]",
     ),
-    "vocabulary": (dict(change=_shorter("token_embd.weight")), "has embeddings of 95 tokens, but 96 as llama.vocab_size"),
+    "vocabulary": (
+        {"change": _shorter("token_embd.weight")},
+        "has embeddings of 95 tokens, but 96 as llama.vocab_size",
+    ),
     "surplus": (
-        dict(add=lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32))),
+        {"add": lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32))},
         "tensor 'blk.0.attn_sinks.weight' .* is unknown in a llama",
     ),
     "setting": (
-        dict(add=lambda writer: writer.add_float32("llama.attention.clamp_kqv", 8.0)),
+        {"add": lambda writer: writer.add_float32("llama.attention.clamp_kqv", 8.0)},
         "has settings that this version does not know: llama.attention.clamp_kqv",
     ),
-    "experts": (dict(add=lambda writer: writer.add_expert_count(4)), "is a mixture of experts"),
+    "experts": ({"add": lambda writer: writer.add_expert_count(4)}, "is a mixture of experts"),
     "rope": (
-        dict(add=lambda w: (w.add_string("llama.rope.scaling.type", "ntk"), w.add_rope_scaling_factor(2.0))),
+        {"add": lambda w: (w.add_string("llama.rope.scaling.type", "ntk"), w.add_rope_scaling_factor(2.0))},
         "has 'ntk' as llama.rope.scaling.type",
     ),
     "text for a number": (
-        dict(add=lambda writer: writer.add_string("llama.rope.freq_base", "10000")),
+        {"add": lambda writer: writer.add_string("llama.rope.freq_base", "10000")},
         "has '10000' as llama.rope.freq_base; expected a number",
     ),
-    "no layers": (dict(add=lambda writer: writer.kv_data[0].pop("llama.block_count")), "lacks llama.block_count; expected a number"),
+    "no layers": (
+        {"add": lambda writer: writer.kv_data[0].pop("llama.block_count")},
+        "lacks llama.block_count; expected a number",
+    ),
     "heads": (
-        dict(add=lambda w: (w.add_key_length(32), w.kv_data[0].pop("llama.rope.dimension_count"))),
+        {"add": lambda w: (w.add_key_length(32), w.kv_data[0].pop("llama.rope.dimension_count"))},
         r"tensor 'blk.0.attn_q.weight' .* has the shape \[64, 64\]; the metadata asks for \[128, 64\]",
     ),
-    "values": (dict(add=lambda writer: writer.add_value_length(8)), "has values of another length than keys"),
+    "values": ({"add": lambda writer: writer.add_value_length(8)}, "has values of another length than keys"),
 }
 
 

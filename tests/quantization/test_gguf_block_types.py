@@ -74,10 +74,13 @@ def test_a_matrix_decoded_in_slices_is_packed_as_a_whole(monkeypatch):
     assert torch.equal(whole.codes, sliced.codes)
     assert torch.equal(codes_of(whole), codes_of(sliced))
     assert all(torch.equal(a, b) for a, b in zip(scales_of(whole), scales_of(sliced), strict=True))
-    assert torch.equal(weights_of(raw, BLOCK_TYPES["Q4_K"], torch.bfloat16), dequantized(whole, torch.float32).bfloat16())
+    weights = weights_of(raw, BLOCK_TYPES["Q4_K"], torch.bfloat16)
+    assert torch.equal(weights, dequantized(whole, torch.float32).bfloat16())
 
 
-@pytest.mark.parametrize(("name", "start", "what"), [("Q8_0", 0, "scales"), ("Q4_1", 2, "minima"), ("Q6_K", 208, "scales")])
+@pytest.mark.parametrize(
+    ("name", "start", "what"), [("Q8_0", 0, "scales"), ("Q4_1", 2, "minima"), ("Q6_K", 208, "scales")]
+)
 def test_scales_that_are_not_finite_are_refused(name, start, what):
     raw = _random_blocks(name, 16, 2)
     raw[3, start : start + 2] = np.array([np.nan], np.float16).view(np.uint8)

@@ -144,7 +144,7 @@ def _order(config, name, num_rows):
     llama.cpp's llama rotates neighbouring pairs of a head, transformers its two halves.
     """
     rows = torch.arange(num_rows)
-    if config.model_type != "llama" or ".attn_q." not in name and ".attn_k." not in name:
+    if config.model_type != "llama" or (".attn_q." not in name and ".attn_k." not in name):
         return rows
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
     return rows.view(heads, 2, -1).transpose(1, 2).flatten()

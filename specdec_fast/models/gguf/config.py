@@ -36,7 +36,7 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _PADDED_WITH_NONE = {"pad_token_id": None, "bos_token_id": None}  # some classes have an id of one vocabulary by default
 _IGNORED = ("rope.scaling.finetuned", "tensor_data_layout")  # they change no number
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Ends of a turn in chats. A file often has only one end as metadata; those that its chat template writes end texts, too.
+# Ends of a turn in chats. Files often name one end alone; those that the chat template writes end texts, too.
 _ENDS_OF_TURNS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 _CONTROL = 3  # the type of special tokens in tokenizer.ggml.token_type
 

@@ -158,7 +158,7 @@ def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
 
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     by_name = get_tensor_name_map(number, model.config.num_hidden_layers)
-    return {by_name.get_name(name, try_suffixes=(".weight", ".bias")): name for name in model.state_dict()}
+    return {by_name.get_name(name, try_suffixes=(".weight", ".bias")) or name: name for name in model.state_dict()}
 
 
 def _dtype_of(file: GGUFFile) -> torch.dtype:

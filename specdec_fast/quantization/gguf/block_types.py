@@ -95,7 +95,8 @@ def _empty(part: PackedWeight, out_features: int) -> PackedWeight:
     """Return a weight like a part of it, with memory for all outputs."""
     panels = -(-out_features // PANEL)
     codes, scales, mins = (
-        None if each is None else each.new_empty(panels, *each.shape[1:]) for each in (part.codes, part.scales, part.mins)
+        None if each is None else each.new_empty(panels, *each.shape[1:])
+        for each in (part.codes, part.scales, part.mins)
     )
     assert codes is not None
     assert scales is not None

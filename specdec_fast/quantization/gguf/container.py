@@ -121,7 +121,8 @@ def _reader_class(path: Path) -> Any:
             return super()._get(offset, dtype, count, override_order)
 
         def _build_fields(self, offs: int, count: int) -> int:
-            self.data = np.asarray(self.data)  # mapped still, but slices of np.memmap take ten times as long
+            # Mapped still; slices of np.memmap take ten times as long.
+            self.data: Any = np.asarray(self.data)
             if self.byte_order != "I":
                 raise ConfigError(f"{str(path)!r} is written for machines of another byte order; convert it again.")
             end: int = super()._build_fields(offs, count)
