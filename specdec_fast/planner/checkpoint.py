@@ -16,6 +16,7 @@ from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.probe import probe_of
+from specdec_fast.models.quantized_linears import quantized_linears
 from specdec_fast.models.rounded_models import tensors_after_rounding
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
@@ -68,7 +69,7 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str |
 
 
 def _weights_bytes(model: PreTrainedModel, quantization: str | None) -> int:
-    if quantization is None:
+    if quantization is None or quantized_linears(model):  # codes of a checkpoint's own stay as they are
         return bytes_of(weights_of(model))
     kept, rounded_bytes = tensors_after_rounding(model, quantization)
     return bytes_of(kept) + rounded_bytes
@@ -179,7 +180,7 @@ def _row_parameters(model: PreTrainedModel, config: Any) -> int:
     skipped = set() if model.get_output_embeddings() is None else {id(p) for p in embeddings.parameters()}
     skipped -= {id(p) for p in model.get_output_embeddings().parameters()} if skipped else set()
     chosen = _first(config.to_dict(), "num_experts_per_tok", "moe_topk", "moe_top_k")
-    total = 0.0
+    total = float(sum(each.in_features * each.out_features for each in quantized_linears(model).values()))
     for parameter in model.parameters():
         share = min(1.0, chosen / parameter.shape[0]) if parameter.dim() == 3 and chosen else 1.0
         total += 0 if id(parameter) in skipped else parameter.numel() * share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -127,7 +128,9 @@ def test_codes_are_kept_and_only_embeddings_are_dequantised(written):
 
 
 def test_the_plan_knows_the_bytes_without_reading_weights(written):
-    assert checkpoint_sizes(written.path, None).weights == bytes_of(weights_of(load_gguf(written.path, None, CPU)))
+    sizes = checkpoint_sizes(written.path, None)
+    assert sizes.weights == bytes_of(weights_of(load_gguf(written.path, None, CPU)))
+    assert sizes.row_parameters == checkpoint_sizes(copy.deepcopy(written.reference).float(), None).row_parameters
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
