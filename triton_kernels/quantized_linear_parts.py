@@ -30,20 +30,20 @@ def _bytes_of_table(table, FIRST: tl.constexpr, SHIFT: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def registers_of_table(table, DTYPE: tl.constexpr, PERMUTES: tl.constexpr):
-    """Return the low bytes of the 16 entries in four int32, and the high bytes in four; 0 if they are not needed."""
-    low_0, low_1, low_2, low_3 = 0, 0, 0, 0
-    high_0, high_1, high_2, high_3 = 0, 0, 0, 0
+    """Return the low bytes of the 16 entries in four int32, and the second bytes in four; 0 if they are not needed."""
     if PERMUTES:
         low_0 = _bytes_of_table(table, 0, 0, DTYPE)
         low_1 = _bytes_of_table(table, 4, 0, DTYPE)
         low_2 = _bytes_of_table(table, 8, 0, DTYPE)
         low_3 = _bytes_of_table(table, 12, 0, DTYPE)
-        if not DTYPE.is_int8():
-            high_0 = _bytes_of_table(table, 0, 8, DTYPE)
-            high_1 = _bytes_of_table(table, 4, 8, DTYPE)
-            high_2 = _bytes_of_table(table, 8, 8, DTYPE)
-            high_3 = _bytes_of_table(table, 12, 8, DTYPE)
-    return low_0, low_1, low_2, low_3, high_0, high_1, high_2, high_3
+        high_0 = _bytes_of_table(table, 0, 8, DTYPE)
+        high_1 = _bytes_of_table(table, 4, 8, DTYPE)
+        high_2 = _bytes_of_table(table, 8, 8, DTYPE)
+        high_3 = _bytes_of_table(table, 12, 8, DTYPE)
+        registers = (low_0, low_1, low_2, low_3, high_0, high_1, high_2, high_3)
+    else:
+        registers = (0, 0, 0, 0, 0, 0, 0, 0)
+    return registers
 
 
 @triton.jit

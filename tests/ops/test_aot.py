@@ -29,6 +29,7 @@ FEW = {
     "linear_attention_rows": "bf16_mamba_128x64",
     "noise_words": "tokens",
     "paged_attention": "bf16_dim128_group4$",
+    "quantized_linear": r"bf16_(int4_16x8|int8_a8_16x8)",
     "realign_kv": r"16bit_dim128$",
     "sampling": r"(rows_trees|pick_50_tiles)",
     "selective_scan_rows": "bf16_16_skip",
