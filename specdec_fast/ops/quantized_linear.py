@@ -20,6 +20,7 @@ from specdec_fast.quantization.packed_weight import (
     values_of,
 )
 
+LARGEST_WHOLE = 127  # entries of a table for rounded rows, whose products with them are those of 8-bit integers
 LEAST_ROUNDED = 2.0**-100  # a block whose largest magnitude is smaller counts as zeros: its scale has no inverse
 
 
@@ -111,6 +112,11 @@ def check_packed(weight: PackedWeight, device: torch.device) -> None:
         not weight.rounds_rows or weight.kind in (INT8, TABLE),
         f"rows are rounded for whole numbers only, not for kind {weight.kind!r}.",
     )
+    if weight.rounds_rows and weight.table is not None and device.type == "cpu":  # on a device it would wait
+        is_whole = (
+            bool((weight.table == weight.table.round()).all()) and float(weight.table.abs().max()) <= LARGEST_WHOLE
+        )
+        expect(is_whole, f"rows are rounded for whole numbers up to {LARGEST_WHOLE} only; the table has others.")
 
 
 OP = Op(

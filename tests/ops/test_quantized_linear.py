@@ -121,6 +121,15 @@ def test_rounded_rows_have_exact_sums(version):
         ({"in_features": 65}, r"rows has shape \[1, 64\]; expected \[any, 65\]"),
         ({"kind": FLOAT8, "rounds_rows": True}, "rows are rounded for whole numbers only"),
         ({"out_features": 0}, "no inputs or no outputs"),
+        (
+            {
+                "kind": TABLE,
+                "codes": torch.zeros(2, 2, 4, 16, dtype=torch.int32),
+                "table": torch.rand(16),
+                "rounds_rows": True,
+            },
+            "rows are rounded for whole numbers up to 127 only",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):
