@@ -33,7 +33,7 @@ def no_warnings(source: str) -> list[str]:
     GCC's AVX-512 headers make undefined vectors as ``__m512 __Y = __Y``, and GCC warns about them wherever an intrinsic
     is inlined: 750 lines that hide every other warning. Clang does not know the warning, and would warn about the flag.
     """
-    uses_avx512 = Path(source).stem.endswith(("_x86_64_v4", "_avx512_bf16", "_avx512_vnni", "_amx_int8"))
+    uses_avx512 = Path(source).stem.endswith(("_x86_64_v4", "_avx512_bf16", "_avx512_vnni", "_amx"))
     return ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"] if uses_avx512 else []
 
 

@@ -3,6 +3,15 @@
 // A decoder makes the values of one code of every word in a vector: code n of a word belongs to input input_of(n) of the
 // word's inputs.
 
+// The code of a word that belongs to an input: the inverse of Codes::input_of.
+template <typename Codes>
+constexpr int code_of(int input) {
+  for (int n = 0; n < Codes::kCodes; ++n) {
+    if (Codes::input_of(n) == input) return n;
+  }
+  return -1;
+}
+
 SPECDEC_INLINE Vector as_vector(Words bits) { return reinterpret_cast<Vector>(bits); }
 
 typedef std::int32_t Integers __attribute__((vector_size(kLanes * sizeof(std::int32_t))));

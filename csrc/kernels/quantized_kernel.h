@@ -2,9 +2,9 @@
 // the namespace, SPECDEC_LANES the number of floats in its vectors; SPECDEC_VNNI is defined where one instruction adds the
 // products of four 8-bit integers.
 //
-// The lanes of a vector belong to outputs. Of a block, two sums add the products with even and odd codes of each word, in
-// order; then the scaled sum of both is added to the output's total, block after block. So no bit depends on how rows and
-// panels are divided, nor on the thread.
+// The lanes of a vector belong to outputs. Of a block, two sums add the products of even and of odd inputs, in order, as a
+// tile instruction does (amx_tiles.h); then the scaled sum of both is added to the output's total, block after block. So no
+// bit depends on how rows and panels are divided, nor on the thread.
 
 namespace specdec {
 namespace SPECDEC_ISA {
@@ -81,19 +81,20 @@ SPECDEC_INLINE void add_block(const Tile& tile, std::int64_t block, const Vector
   }
 }
 
-template <typename Codes, int kR, int kP, int... kN>
+template <typename Codes, int kR, int kP, int... kInputs>
 SPECDEC_INLINE void add_word(const Codes& codes, const Words (&words)[kP * kPanelVectors], const float* inputs,
-                             std::int64_t stride, Vector (&sums)[2][kR][kP * kPanelVectors], std::integer_sequence<int, kN...>) {
-  const auto add = [&](auto n) {
-    constexpr int kCode = decltype(n)::value;
+                             std::int64_t stride, Vector (&sums)[2][kR][kP * kPanelVectors],
+                             std::integer_sequence<int, kInputs...>) {
+  const auto add = [&](auto i) {
+    constexpr int kInput = decltype(i)::value;
     Vector values[kP * kPanelVectors];
-    for (int p = 0; p < kP * kPanelVectors; ++p) values[p] = codes.template values<kCode>(words[p]);
+    for (int p = 0; p < kP * kPanelVectors; ++p) values[p] = codes.template values<code_of<Codes>(kInput)>(words[p]);
     for (int r = 0; r < kR; ++r) {
-      const float input = inputs[r * stride + Codes::input_of(kCode)];
-      for (int p = 0; p < kP * kPanelVectors; ++p) sums[kCode % 2][r][p] += values[p] * input;
+      const float input = inputs[r * stride + kInput];
+      for (int p = 0; p < kP * kPanelVectors; ++p) sums[kInput % 2][r][p] += values[p] * input;
     }
   };
-  (add(std::integral_constant<int, kN>()), ...);
+  (add(std::integral_constant<int, kInputs>()), ...);
 }
 
 // `inputs` and `input_sums` are those of the first row and block.
@@ -191,12 +192,18 @@ void multiply_whole(const QuantizedTask& task) {
   multiply_whole_with<WholeTable>(task, kRows);
 }
 
-#ifdef SPECDEC_AMX
+const QuantizedCode kCode = {multiply, nullptr, nullptr, nullptr, multiply_whole, offset_of, false};
+
+#ifdef SPECDEC_TILES
+#include "kernels/quantized_half_tiles.h"
+
+#ifdef SPECDEC_INTEGER_TILES
 #include "kernels/quantized_tiles.h"
 
-const QuantizedCode kCode = {multiply, multiply_whole_on_tiles, offset_of, true};
+const QuantizedCode kTileCode = {multiply, takes_halves, multiply_halves, multiply_flushed, multiply_whole_on_tiles, offset_of, true};
 #else
-const QuantizedCode kCode = {multiply, multiply_whole, offset_of, false};
+const QuantizedCode kTileCode = {multiply, takes_halves, multiply_halves, nullptr, multiply_whole, offset_of, false};
+#endif
 #endif
 
 }  // namespace SPECDEC_ISA

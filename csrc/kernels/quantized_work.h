@@ -17,7 +17,8 @@ constexpr std::int64_t kPreparedRows = 192;   // rows that are prepared at a tim
 struct PreparedRows {
   std::int64_t num_rows;
   std::int64_t padded;           // inputs of a row, a multiple of the block size
-  const float* numbers;          // [num_rows, padded], unless rows are rounded
+  const float* numbers;          // [num_rows, padded], unless rows are rounded or stay bf16
+  const std::uint16_t* halves;   // [blocks, most rows, block size], if they stay bf16
   const std::int8_t* whole;      // [num_rows, padded], if they are; or [blocks, most rows, block size]
   const float* steps;            // [num_rows, blocks], or [blocks, most rows]: what a whole number stands for
   const std::int32_t* offsets;   // the same: what is added to the sums of codes without a sign
@@ -37,6 +38,10 @@ struct QuantizedTask {
 
 struct QuantizedCode {
   void (*multiply)(const QuantizedTask&);        // weights times numbers
+  // Whether multiply_halves multiplies rows of this dtype; null: none.
+  bool (*takes_halves)(const PackedWeight&, DType);
+  void (*multiply_halves)(const QuantizedTask&);   // weights times bf16
+  void (*multiply_flushed)(const QuantizedTask&);  // the same bits from numbers, faster for few rows; or null
   void (*multiply_whole)(const QuantizedTask&);  // weights times whole numbers
   int (*offset_of)(const PackedWeight&);         // what multiply_whole adds to values, to have no sign
   bool by_block;                                 // whether multiply_whole reads rows block by block
@@ -45,15 +50,15 @@ struct QuantizedCode {
 // The code of one instruction set, by the number of rows: with tiles, 16 rows take as long as one.
 struct QuantizedVersion {
   const QuantizedCode *numbers, *few_whole, *many_whole;
-  std::int64_t many_rows = 0;  // from so many on
+  std::int64_t half_rows = 0, whole_rows = 0;  // from so many rows on, tiles are faster
 
   const QuantizedCode& of(bool rounds_rows, std::int64_t num_rows) const {
-    return *(!rounds_rows ? numbers : num_rows < many_rows ? few_whole : many_whole);
+    return *(!rounds_rows ? numbers : num_rows < whole_rows ? few_whole : many_whole);
   }
 };
 
 namespace quantized_portable {
-extern const QuantizedCode kCode;
+extern const QuantizedCode kCode, kTileCode;
 }
 #ifdef SPECDEC_X86_64_LEVELS
 namespace quantized_x86_64_v3 {
@@ -65,8 +70,8 @@ extern const QuantizedCode kCode;
 namespace quantized_avx512_vnni {
 extern const QuantizedCode kCode;
 }
-namespace quantized_amx_int8 {
-extern const QuantizedCode kCode;
+namespace quantized_amx {
+extern const QuantizedCode kTileCode;
 }
 #endif
 

@@ -17,17 +17,18 @@ namespace {
 
 std::vector<Versions<QuantizedVersion>::Version> usable() {
   const QuantizedCode* portable = &quantized_portable::kCode;
-  std::vector<Versions<QuantizedVersion>::Version> usable = {{"portable", {portable, portable, portable}}};
+  std::vector<Versions<QuantizedVersion>::Version> usable = {
+      {"amx-portable", {&quantized_portable::kTileCode, portable, portable}}, {"portable", {portable, portable, portable}}};
 #ifdef SPECDEC_X86_64_LEVELS
   const QuantizedCode *v3 = &quantized_x86_64_v3::kCode, *v4 = &quantized_x86_64_v4::kCode;
-  const QuantizedCode *vnni = &quantized_avx512_vnni::kCode, *amx = &quantized_amx_int8::kCode;
-  constexpr std::int64_t kTileRows = 24;  // from so many rows on, tiles are faster
+  const QuantizedCode *vnni = &quantized_avx512_vnni::kCode, *amx = &quantized_amx::kTileCode;
+  constexpr std::int64_t kHalfRows = 6, kWholeRows = 24;  // measured: from so many rows on, tiles are faster
   if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", {v3, v3, v3}});
   if (__builtin_cpu_supports("x86-64-v4")) {
     usable.push_back({"x86-64-v4", {v4, v3, v3}});  // without VNNI, 512 bits lack an instruction that 256 bits have
     if (__builtin_cpu_supports("avx512vnni")) {
       usable.push_back({"avx512-vnni", {v4, vnni, vnni}});
-      if (__builtin_cpu_supports("amx-int8") && permitted_amx()) usable.push_back({"amx-int8", {v4, vnni, amx, kTileRows}});
+      if (__builtin_cpu_supports("amx-int8") && permitted_amx()) usable.push_back({"amx", {amx, vnni, amx, kHalfRows, kWholeRows}});
     }
   }
 #endif
@@ -40,6 +41,7 @@ constexpr float kLeastRounded = 0x1p-100f;  // LEAST_ROUNDED in specdec_fast/ops
 
 // The memory of prepared rows.
 struct RowMemory {
+  std::vector<std::uint16_t> halves;
   std::vector<float> numbers, steps, sums;
   std::vector<std::int8_t> whole;
   std::vector<std::int32_t> offsets;
@@ -76,8 +78,12 @@ float round_block(float* __restrict numbers, std::int64_t size, std::int8_t* __r
 // The rows of a call, prepared for its kernel, up to kPreparedRows at a time.
 class Rows {
  public:
-  Rows(const QuantizedLinearArgs& args, const QuantizedCode& code)
-      : args_(args), by_block_(args.weight.rounds_rows && code.by_block), offset_(args.weight.rounds_rows ? code.offset_of(args.weight) : 0) {
+  // `stays_half`: whether rows of bf16 are multiplied as they are.
+  Rows(const QuantizedLinearArgs& args, const QuantizedCode& code, bool stays_half)
+      : args_(args),
+        by_block_(args.weight.rounds_rows && code.by_block),
+        stays_half_(stays_half),
+        offset_(args.weight.rounds_rows ? code.offset_of(args.weight) : 0) {
     const PackedWeight& weight = args.weight;
     most_rows_ = most_rows(args.num_rows);
     padded_ = weight.num_blocks() * weight.block_size;
@@ -85,7 +91,8 @@ class Rows {
     const auto blocks = static_cast<std::size_t>(most_rows_ * weight.num_blocks());
     memory_.sums.resize(blocks);
     if (!weight.rounds_rows) {
-      memory_.numbers.resize(numbers);
+      memory_.numbers.resize(stays_half_ ? 0 : numbers);
+      memory_.halves.resize(stays_half_ ? numbers : 0);
       return;
     }
     memory_.whole.resize(numbers);
@@ -103,13 +110,17 @@ class Rows {
     const PackedWeight& weight = args_.weight;
     const auto* from = static_cast<const char*>(args_.rows) + row * args_.row_stride * item_size(args_.dtype);
     const std::int64_t blocks = weight.num_blocks(), size = weight.block_size;
-    std::vector<float> own(weight.rounds_rows ? static_cast<std::size_t>(padded_) : 0);
-    float* numbers = weight.rounds_rows ? own.data() : memory_.numbers.data() + to * padded_;
+    if (stays_half_) copy_halves(from, to);
+    if (stays_half_ && weight.mins == nullptr) return;
+    const bool is_kept = !weight.rounds_rows && !stays_half_;
+    std::vector<float> own(is_kept ? 0 : static_cast<std::size_t>(padded_));
+    float* numbers = is_kept ? memory_.numbers.data() + to * padded_ : own.data();
     widen_all(args_.dtype, from, numbers, weight.in_features);
     std::fill(numbers + weight.in_features, numbers + padded_, 0.0f);
     if (!weight.rounds_rows) {
       for (std::int64_t block = 0; weight.mins != nullptr && block < blocks; ++block) {
-        memory_.sums[to * blocks + block] = std::accumulate(numbers + block * size, numbers + (block + 1) * size, 0.0f);
+        const std::int64_t at = stays_half_ ? block * most_rows_ + to : to * blocks + block;
+        memory_.sums[at] = std::accumulate(numbers + block * size, numbers + (block + 1) * size, 0.0f);
       }
       return;
     }
@@ -124,13 +135,21 @@ class Rows {
   }
 
   PreparedRows prepared(std::int64_t num_rows) const {
-    return {num_rows, padded_, memory_.numbers.data(), memory_.whole.data(), memory_.steps.data(), memory_.offsets.data(),
+    return {num_rows, padded_, memory_.numbers.data(), memory_.halves.data(), memory_.whole.data(), memory_.steps.data(), memory_.offsets.data(),
             memory_.sums.data(), most_rows_};
   }
 
  private:
+  void copy_halves(const char* from, std::int64_t to) {
+    const std::int64_t size = args_.weight.block_size, in_features = args_.weight.in_features;
+    for (std::int64_t block = 0; block * size < in_features; ++block) {  // what follows the last input stays zero
+      std::memcpy(memory_.halves.data() + (block * most_rows_ + to) * size, from + block * size * 2,
+                  static_cast<std::size_t>(std::min(size, in_features - block * size)) * 2);
+    }
+  }
+
   const QuantizedLinearArgs& args_;
-  bool by_block_;
+  bool by_block_, stays_half_;
   int offset_;
   std::int64_t padded_ = 0, most_rows_ = 0;
   RowMemory memory_;
@@ -141,7 +160,7 @@ constexpr std::int64_t kScales = 2 * kMostPanels * kScaleBlocks * kPanelOutputs;
 
 // Computes the outputs of some panels for the prepared rows, which begin at row `first` of the call.
 void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, std::int64_t first, std::int64_t first_panel,
-                    std::int64_t num_panels, const QuantizedCode& code, float* memory) {
+                    std::int64_t num_panels, void (*multiply)(const QuantizedTask&), float* memory) {
   const PackedWeight& weight = args.weight;
   const std::int64_t output = first_panel * kPanelOutputs;
   const std::int64_t count = std::min(num_panels * kPanelOutputs, weight.out_features - output);
@@ -150,10 +169,12 @@ void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, s
   for (std::int64_t row = 0; row < rows.num_rows; row += kPassRows) {
     const QuantizedTask task{&weight, &rows, row, std::min(kPassRows, rows.num_rows - row), first_panel, num_panels,
                              memory, memory + kTotals};
-    (weight.rounds_rows ? code.multiply_whole : code.multiply)(task);
+    multiply(task);
     for (std::int64_t r = 0; r < task.num_rows; ++r) {
       float* totals = task.totals + r * num_panels * kPanelOutputs;
       for (std::int64_t i = 0; args.bias != nullptr && i < count; ++i) totals[i] += bias[i];
+      // Tiles and vectors make NaNs of other bits.
+      for (std::int64_t i = 0; i < count; ++i) totals[i] = totals[i] == totals[i] ? totals[i] : std::numeric_limits<float>::quiet_NaN();
       char* out = static_cast<char*>(args.out) + ((first + row + r) * weight.out_features + output) * item_size(args.dtype);
       narrow_all(args.dtype, totals, out, count);
     }
@@ -172,8 +193,15 @@ std::int64_t quantized_linear_bytes(std::int64_t num_rows, std::int64_t in_featu
 void quantized_linear(const QuantizedLinearArgs& args) {
   const PackedWeight& weight = args.weight;
   if (args.num_rows == 0) return;
-  const QuantizedCode& code = versions.chosen().of(weight.rounds_rows, args.num_rows);
-  Rows rows(args, code);
+  const QuantizedVersion& version = versions.chosen();
+  const QuantizedCode& code = version.of(weight.rounds_rows, args.num_rows);
+  const bool takes_halves = !weight.rounds_rows && code.takes_halves != nullptr && code.takes_halves(weight, args.dtype);
+  const bool stays_half = takes_halves && (code.multiply_flushed == nullptr || args.num_rows >= version.half_rows);
+  Rows rows(args, code, stays_half);
+  const auto multiply = weight.rounds_rows ? code.multiply_whole
+                        : stays_half       ? code.multiply_halves
+                        : takes_halves     ? code.multiply_flushed
+                                           : code.multiply;
   // Waking a thread takes some microseconds, in which a core multiplies about 64K numbers.
   const bool worth_threads = args.num_rows * weight.in_features * weight.out_features > (1 << 18);
   const int num_threads = worth_threads ? args.num_threads : 1;
@@ -191,7 +219,7 @@ void quantized_linear(const QuantizedLinearArgs& args) {
         const std::int64_t end = granules * (part + 1) / num_threads;
         for (std::int64_t granule = granules * part / num_threads; granule < end; ++granule) {
           const std::int64_t panel = granule * kMostPanels, count = std::min(kMostPanels, weight.num_panels() - panel);
-          compute_panels(args, prepared, first, panel, count, code, memory.data() + part * (kTotals + kScales));
+          compute_panels(args, prepared, first, panel, count, multiply, memory.data() + part * (kTotals + kScales));
         }
       }
     }

@@ -11,9 +11,10 @@
 
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4")
-#define SPECDEC_ISA quantized_amx_int8
+#define SPECDEC_ISA quantized_amx
 #define SPECDEC_LANES 16
-#define SPECDEC_AMX
+#define SPECDEC_TILES AmxTiles
+#define SPECDEC_INTEGER_TILES
 #include "kernels/quantized_kernel.h"
 #pragma GCC pop_options
 #endif
