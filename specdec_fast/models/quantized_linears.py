@@ -128,7 +128,7 @@ class PackedExperts(nn.Module):
         return replace(self._sizes, codes=self.codes, scales=self.scales, mins=self.mins, table=self.table)
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _LIBRARY = torch.library.Library("specdec_fast", "DEF")
 _LIBRARY.define(
     "quantized_linear(Tensor rows, Tensor codes, Tensor scales, Tensor? mins, Tensor? table, Tensor? bias, "

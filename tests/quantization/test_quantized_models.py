@@ -126,6 +126,7 @@ def test_tokens_are_those_of_generate(quantization):
     assert [output.token_ids for output in outputs] == expected
 
 
+@pytest.mark.parametrize("quantization", grid(list(ROUNDINGS), keep=["int4-a8"]), indirect=True)
 def test_pytorch_serves_the_op_as_well(quantization):
     options = {"quantization": quantization, "backend": "torch"}
     params = sd.SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=True)
