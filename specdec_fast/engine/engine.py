@@ -15,12 +15,13 @@ from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, make_drafter
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
-from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory, return_freed_memory
+from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory
 from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
 from specdec_fast.errors import ConfigError, MemoryBudgetError, RequestError
+from specdec_fast.freed_memory import return_freed_memory
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
 from specdec_fast.models.quantized_linears import bytes_by_kind

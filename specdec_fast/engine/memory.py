@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -168,14 +166,3 @@ def _with_batch(config: EngineConfig, batch_size: int, num_resident: int | None)
     else:
         window = None
     return replace(config, max_batch_size=batch_size, window_size=window)
-
-
-def return_freed_memory() -> None:
-    """Return to the system what this process has freed, where the C library can (``malloc_trim`` of glibc).
-
-    Probes of a new engine allocate and free tensors. glibc keeps some of that memory, which a plan does not count.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(ctypes.c_size_t(0))

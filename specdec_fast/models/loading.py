@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.parameter_shapes import other_shapes
 from specdec_fast.models.quantized_checkpoint import config_with_codes
+from specdec_fast.models.rounded_loading import RoundingConfig, can_round_while_loading
 from specdec_fast.models.rounded_models import round_weights, rounded_copy
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.sampling_params import eos_ids
@@ -61,10 +64,10 @@ def load_model(
             round_weights(model, quantization)
         return model
     try:
-        with_codes = config_with_codes(name)
+        options = _options_of(name, quantization, device)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
-            **({} if with_codes is None else {"config": with_codes}),
+            **options,
             dtype=dtype or "auto",
             trust_remote_code=False,
             output_loading_info=True,
@@ -75,12 +78,8 @@ def load_model(
         reason = why_unreadable(error)
         missing = "" if Path(name).exists() else " (there is no such folder)"
         raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from cause_shown(error)
-    if mismatched := sorted(info["mismatched_keys"]):
-        weight, found, expected = mismatched[0]
-        raise ConfigError(
-            f"{name!r} has weights of other shapes than its config says: {weight} is {list(found)}, expected "
-            f"{list(expected)} ({len(mismatched)} in all); take a complete checkpoint, or correct its config."
-        )
+    if mismatched := list(info["mismatched_keys"]):
+        raise ConfigError(f"{name!r} has {other_shapes(mismatched)}")
     if absent := sorted(info["missing_keys"]):  # transformers would leave them random
         raise ConfigError(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
@@ -100,6 +99,17 @@ def _from_gguf(name: str, dtype: torch.dtype | None, device: torch.device) -> Pr
         raise
     except Exception as error:  # no memory
         raise ConfigError(f"cannot load {name!r} onto {device}: {why_unreadable(error)}") from error
+
+
+def _options_of(name: str, quantization: str | None, device: torch.device) -> dict[str, Any]:
+    """Return the arguments with which transformers loads codes, or rounds weights while it loads them."""
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with_codes = config_with_codes(config)
+    if with_codes is not None:
+        return {"config": with_codes}
+    if quantization is None or not can_round_while_loading(config):
+        return {}
+    return {"quantization_config": RoundingConfig(quantization, str(device))}
 
 
 def cause_shown(error: Exception) -> Exception | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -29,12 +29,11 @@ _OF_EXPERTS = (
 )
 
 
-def config_with_codes(source: str) -> PreTrainedConfig | None:
-    """Return a model's config such that ``from_pretrained`` loads its codes; None if it has none that are read here.
+def config_with_codes(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Change a model's config such that ``from_pretrained`` loads its codes; return None if none are read here.
 
     Raises ConfigError, which names the field, if its ``quantization_config`` has one that cannot be read.
     """
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     fields = getattr(config, "quantization_config", None)
     method = fields.get("quant_method") if isinstance(fields, dict) else None
     if method == _MXFP4:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.model_watch import replaced_forward
-from specdec_fast.models.experts import entry_name, mixtures_of, use_own_function
+from specdec_fast.models.experts import computed_by, entry_name, expert_configs, mixtures_of, use_own_function
 from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
@@ -24,11 +25,79 @@ from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
 _OUTPUT_LAYER = {4: 8}  # bits of the output layer, where it has more than the other linears
 
 
-def linears_to_round(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
+@dataclass(frozen=True, eq=False)
+class WeightToRound:
+    """A parameter that becomes codes: the weight of a linear, or one of those of all experts of a layer.
+
+    Attributes:
+        name: of the parameter in the model.
+        module: the linear, or the module that holds the experts.
+        attribute: the parameter's name in it.
+        rounding: how it is rounded.
+    """
+
+    name: str
+    module: Any
+    attribute: str
+    rounding: Rounding
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter."""
+        weight: Tensor = getattr(self.module, self.attribute)
+        return weight.detach()
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the parameter has an axis of experts."""
+        return not isinstance(self.module, nn.Linear | Conv1D)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it has when it is rounded."""
+        *experts, out_features, in_features = self._by_output(self.parameter).shape
+        return self.rounding.bytes_of(out_features, in_features, *experts)
+
+    def rounded(self, weight: Tensor) -> PackedWeight:
+        """Round what the parameter holds, or will hold. Raises ConfigError for numbers that cannot be rounded."""
+        matrices = self._by_output(weight)
+        try:
+            if self.is_of_experts:
+                return stacked([rounded(each, self.rounding) for each in matrices])
+            return rounded(matrices, self.rounding)
+        except ValueError as error:
+            raise ConfigError(f"{self.name} cannot be quantised: {error}") from error
+
+    def _by_output(self, weight: Tensor) -> Tensor:
+        """Return ``[out_features, in_features]``, of experts ``[num_experts, out_features, in_features]``."""
+        is_transposed = self.module.is_transposed if self.is_of_experts else isinstance(self.module, Conv1D)
+        return weight.mT if is_transposed else weight
+
+
+def weights_to_round(model: PreTrainedModel, quantization: str, must_run: bool = False) -> list[WeightToRound]:
+    """Return the weights that ``quantization``, a name in ``ROUNDINGS``, rounds.
+
+    The output layer has 8 bits, also if the others have 4. ``must_run`` is that of ``linears_to_round``.
+    """
+    rounding = ROUNDINGS[quantization]
+    of_output_layer = replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits))
+    output_layer = model.get_output_embeddings()
+    found = [
+        WeightToRound(f"{name}.weight", module, "weight", of_output_layer if module is output_layer else rounding)
+        for name, module in linears_to_round(model, must_run).items()
+    ]
+    for name, module in mixtures_of(model).items():
+        for attribute in (entry_name(module), "down_proj"):
+            found.append(WeightToRound(f"{name}.{attribute}", module, attribute, rounding))
+    return found
+
+
+def linears_to_round(model: PreTrainedModel, must_run: bool = False) -> dict[str, nn.Linear | Conv1D]:
     """Return by name the modules whose weights ``quantization`` rounds.
 
     These are plain ``nn.Linear`` and ``Conv1D`` that the model calls; it may read the weight of another one itself, as
-    Mamba does that of ``dt_proj``.
+    Mamba does that of ``dt_proj``. The model may be on the meta device. If it cannot compute two tokens, its error is
+    raised with ``must_run``; else only what it read until then counts.
     """
     linears = {
         name: module
@@ -40,7 +109,8 @@ def linears_to_round(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     }
     watch = _ReadWeights({id(module.weight) for module in linears.values()})
     token_ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with suppress(Exception), torch.inference_mode(), watch:  # what it cannot compute, the engine refuses with a reason
+    computed = computed_by("batched_mm", expert_configs(model))  # the only one that runs on the meta device
+    with suppress(*() if must_run else (Exception,)), torch.inference_mode(), computed, watch:
         model(input_ids=token_ids, use_cache=False)
     return {name: module for name, module in linears.items() if id(module.weight) not in watch.read}
 
@@ -53,9 +123,19 @@ _KNOWN = (
     *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "ndim")),
 )
 
+_ON_META: dict[Any, Callable[..., Any]] = {
+    Tensor.__bool__: lambda tensor: False,
+    functional.scaled_dot_product_attention: lambda query, key, value, *options: query.new_empty(
+        *query.shape[:-1], value.shape[-1]
+    ),
+}
+
 
 class _ReadWeights(TorchFunctionMode):
-    """Notes the ids of weights that no linear reads; a mode applies to one thread alone."""
+    """Notes the ids of weights that no linear reads; a mode applies to one thread alone.
+
+    On the meta device, conditions on numbers are false, and attention has values of any width.
+    """
 
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
@@ -68,36 +148,43 @@ class _ReadWeights(TorchFunctionMode):
         if func not in _KNOWN:
             given = {id(each) for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)}
             self.read |= given & self._weights
+        if args and isinstance(args[0], Tensor) and func in _ON_META and args[0].is_meta:
+            return _ON_META[func](*args)
         return func(*args, **(kwargs or {}))
 
 
 def round_weights(model: PreTrainedModel, quantization: str) -> None:
     """Replace a model's linears and experts by rounded ones, one after the other; embeddings and norms stay.
 
-    ``quantization`` is a name in ``ROUNDINGS``. The output layer has 8 bits, also if the others have 4. A model whose
-    linears are quantised already stays as it is. Raises ConfigError if a weight has numbers that cannot be rounded, or
-    there is no linear.
+    ``quantization`` is a name in ``ROUNDINGS``. A model whose linears are quantised already stays as it is. Raises
+    ConfigError if a weight has numbers that cannot be rounded, or there is no linear.
     """
-    if quantized_linears(model):
-        return
-    linears = linears_to_round(model)
-    if not linears:
+    if not quantized_linears(model):
+        replace_weights(model, quantization, weights_to_round(model, quantization), {})
+
+
+def replace_weights(
+    model: PreTrainedModel, quantization: str, weights: list[WeightToRound], done: dict[str, PackedWeight]
+) -> None:
+    """Replace linears and experts by rounded ones; ``done`` has by name what is rounded already, and loses it.
+
+    Raises ConfigError if a weight has numbers that cannot be rounded, or there is no linear.
+    """
+    if all(each.is_of_experts for each in weights):
         raise ConfigError(
             f"quantization={quantization!r}, but {type(model).__name__} has no linear layers that can be rounded "
             "(plain torch.nn.Linear with weights of a floating dtype); leave it out."
         )
-    for name, module in linears.items():
-        weight = _rounded(name, _matrix_of(module), _rounding_of(model, module, quantization))
-        replacement = QuantizedLinear(weight, module.bias, module.weight.dtype).train(module.training)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, replacement)
-    for name, experts in mixtures_of(model).items():
-        for attribute in (entry_name(experts), "down_proj"):
-            weights = _matrices_of(experts, attribute)
-            each = [_rounded(f"{name}.{attribute}", weight, ROUNDINGS[quantization]) for weight in weights]
-            delattr(experts, attribute)
-            setattr(experts, attribute, PackedExperts(stacked(each), weights.dtype))
-        use_own_function(experts)
+    for each in weights:
+        packed = done.pop(each.name) if each.name in done else each.rounded(each.parameter)
+        dtype = each.parameter.dtype
+        if each.is_of_experts:
+            delattr(each.module, each.attribute)
+            setattr(each.module, each.attribute, PackedExperts(packed, dtype))
+            use_own_function(each.module)
+        else:
+            replacement = QuantizedLinear(packed, each.module.bias, dtype).train(each.module.training)
+            model.set_submodule(each.name.removesuffix(".weight"), replacement)
 
 
 def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
@@ -112,45 +199,12 @@ def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
 
 def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:
     """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights."""
-    linears = linears_to_round(model)
-    sizes = [
-        _rounding_of(model, module, quantization).bytes_of(*_matrix_of(module).shape) for module in linears.values()
-    ]
-    experts = mixtures_of(model).values()
-    weights = {(each, name): _matrices_of(each, name) for each in experts for name in (entry_name(each), "down_proj")}
-    for each in weights.values():
-        num_experts, out_features, in_features = each.shape
-        sizes.append(ROUNDINGS[quantization].bytes_of(out_features, in_features, num_experts))
-    replaced = {(module, "weight") for module in linears.values()} | set(weights)
+    weights = weights_to_round(model, quantization)
+    replaced = {(each.module, each.attribute) for each in weights}
     kept = [
         tensor
         for module in model.modules()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and (module, name) not in replaced
     ]
-    return kept, sum(sizes)
-
-
-def _matrix_of(module: nn.Linear | Conv1D) -> Tensor:
-    """Return the weight as ``[out_features, in_features]``."""
-    weight: Tensor = module.weight.detach()
-    return weight.t() if isinstance(module, Conv1D) else weight
-
-
-def _matrices_of(experts: Any, name: str) -> Tensor:
-    """Return the weights of all experts as ``[num_experts, out_features, in_features]``."""
-    weights: Tensor = getattr(experts, name).detach()
-    return weights.mT if experts.is_transposed else weights
-
-
-def _rounding_of(model: PreTrainedModel, module: nn.Module, quantization: str) -> Rounding:
-    rounding = ROUNDINGS[quantization]
-    is_output_layer = module is model.get_output_embeddings()
-    return replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits)) if is_output_layer else rounding
-
-
-def _rounded(name: str, weight: Tensor, rounding: Rounding) -> PackedWeight:
-    try:
-        return rounded(weight, rounding)
-    except ValueError as error:
-        raise ConfigError(f"{name}.weight cannot be quantised: {error}") from error
+    return kept, sum(each.num_bytes for each in weights)

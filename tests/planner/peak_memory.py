@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec_fast as sd
-from specdec_fast.engine.memory import return_freed_memory
+from specdec_fast.freed_memory import return_freed_memory
 
 TARGET = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7}
 DRAFT = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2}
