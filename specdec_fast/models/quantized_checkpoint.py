@@ -6,6 +6,7 @@ without weights; after, a :class:`QuantizedLinear`, one after the other. So no w
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.expert_codes import AwaitedExperts, experts_with_codes
+from specdec_fast.models.parameter_shapes import ParameterShapes
 from specdec_fast.models.quantized_linears import QuantizedLinear
 from specdec_fast.models.rounded_models import linears_to_round
 from specdec_fast.quantization.checkpoint.config import READABLE, CheckpointQuantization, read_quantization_config
 from specdec_fast.quantization.checkpoint.files import CheckpointFiles, open_folder
 
 _NAME = "specdec_fast_codes"  # among the quantisers of transformers
-_MXFP4 = "mxfp4"
-_OF_EXPERTS = (
-    "Codes of experts, and of layers other than linears, cannot be read yet; let transformers convert them to bf16, if "
-    "it can, and pass the loaded model."
+_OTHER_MODULES = (
+    "Only codes of linears, and of experts whose weights transformers stacks, can be read; let transformers convert "
+    "them to bf16, if it can, and pass the loaded model."
 )
 
 
@@ -36,8 +38,6 @@ def config_with_codes(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """
     fields = getattr(config, "quantization_config", None)
     method = fields.get("quant_method") if isinstance(fields, dict) else None
-    if method == _MXFP4:
-        raise ConfigError(f"quantization_config.quant_method is {_MXFP4!r}, codes of experts. {_OF_EXPERTS}")
     if method not in READABLE:
         return None
     read_quantization_config(fields)
@@ -71,6 +71,8 @@ class _CodesLoader(HfQuantizer):
     quantization_config: _Codes
     _quantization: CheckpointQuantization
     _files: CheckpointFiles
+    _experts: list[AwaitedExperts]
+    _shapes: ParameterShapes
 
     @property
     def is_trainable(self) -> bool:
@@ -82,7 +84,12 @@ class _CodesLoader(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self._quantization = read_quantization_config(self.quantization_config.fields)
         self._files = open_folder(Path(kwargs["checkpoint_files"][0]).parent)
-        left = self._files.modules_with_codes(self._quantization)
+        unexpected = model._keys_to_ignore_on_load_unexpected or ()
+        left = {
+            name
+            for name in self._files.modules_with_codes(self._quantization)
+            if not any(re.search(pattern, f"{name}.weight") for pattern in unexpected)
+        }
         suffixes: set[str] = set()
         for name, module in linears_to_round(model).items():
             if isinstance(module, nn.Linear) and self._files.has_codes(name, self._quantization):
@@ -90,18 +97,29 @@ class _CodesLoader(HfQuantizer):
                 suffixes.update(self._files.suffixes_of(name))
                 _expect_own_weight(model, name)
                 model.set_submodule(name, _Awaited(module))
+        self._experts = experts_with_codes(model, self._files, self._quantization, left)
+        for each in self._experts:
+            left -= each.sources
+            suffixes.update(suffix for source in each.sources for suffix in self._files.suffixes_of(source))
+            each.expect_codes()
         if left:
             raise ConfigError(
                 f"the tensors of codes of {min(left)} belong to no plain linear of {type(model).__name__} ({len(left)} "
-                "such modules in all). " + _OF_EXPERTS
+                "such modules in all). " + _OTHER_MODULES
             )
-        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | {rf"\.{suffix}$" for suffix in suffixes}
+        names = {rf"\.{suffix}$" for suffix in suffixes}
+        fused = {re.escape(f"{each.name}.{each.attribute}") for each in self._experts}
+        model._keys_to_ignore_on_load_unexpected = {*unexpected, *names, *fused}
+        self._shapes = ParameterShapes(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, module in list(model.named_modules()):
             if isinstance(module, _Awaited):
                 model.set_submodule(name, self._linear(name, module, model.dtype))
+        for each in self._experts:
+            each.place(each.read(self._files, self._quantization), model)
+        self._shapes.note_all(model)
+        self._shapes.expect_none()
         self.remove_quantization_config(model)
 
     def _linear(self, name: str, module: _Awaited, dtype: torch.dtype) -> QuantizedLinear:

@@ -156,15 +156,6 @@ def test_a_bias_of_zeros_is_dropped(written, tmp_path):
     assert load_model(folder, None, torch.device("cpu")).get_submodule(DOWN).bias is None
 
 
-def test_codes_of_experts_are_refused_by_name(written, tmp_path):
-    """They are not converted to bf16 unasked."""
-    fields = json.loads((written("gptq")[0] / "config.json").read_text())
-    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=r"quant_method is 'mxfp4', codes of experts\. Codes of experts"):
-        load_model(tmp_path, None, torch.device("cpu"))
-
-
 def test_codes_of_a_tied_output_layer_are_refused(written, tmp_path):
     folder = rewritten(written("gptq")[0], tmp_path, lambda t: t.update({"lm_head.qweight": torch.ones(1)}))
     fields = json.loads((folder / "config.json").read_text())

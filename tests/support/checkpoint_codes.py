@@ -150,3 +150,47 @@ def write_with_codes(folder: Path, model: PreTrainedModel, name: str) -> PreTrai
     config["quantization_config"] = CONFIGS[name]
     (folder / "config.json").write_text(json.dumps(config))
     return exact
+
+
+def write_mixture_with_codes(folder: Path, plain: Path, model: PreTrainedModel, name: str) -> None:
+    """Write a checkpoint with random codes for all experts, one linear each, and in ``plain`` one of exact weights."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    exact = {key: each.double() for key, each in tensors.items()}
+    linears = [key.removesuffix(".weight") for key in tensors if ".experts." in key and key.endswith(".weight")]
+    for seed, key in enumerate(linears):
+        write = _compressed_linear if name in ("int4", "int8", "fp8", "fp8-blocks") else _integer_linear
+        parts, exact[f"{key}.weight"] = write(name, *tensors.pop(f"{key}.weight").shape, seed)
+        tensors.update({f"{key}.{suffix}": part.contiguous() for suffix, part in parts.items()})
+    others = [r"re:^(?!.*\.experts\.\d).*"]
+    config = {**CONFIGS[name], **({"ignore": others} if "config_groups" in CONFIGS[name] else {})}
+    _save_pair(folder, plain, tensors, exact, config)
+
+
+def write_with_mxfp4(folder: Path, plain: Path, model: PreTrainedModel) -> None:
+    """Write a checkpoint of gpt-oss with random codes for all experts, and in ``plain`` one of exact weights."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    exact = {key: each.double() for key, each in tensors.items()}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    for seed, key in enumerate([key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]):
+        num_experts, in_features, out_features = tensors.pop(key).shape
+        shape = (num_experts, out_features, in_features // 32)
+        blocks = integers(0, 256, *shape, 16, seed=seed)
+        exponents = integers(121, 125, *shape, seed=seed)
+        tensors[f"{key}_blocks"] = blocks.to(torch.uint8)
+        tensors[f"{key}_scales"] = exponents.to(torch.uint8)
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+        weights = values[codes] * torch.exp2(exponents.double() - 127)[..., None]
+        exact[key] = weights.flatten(-2).mT.contiguous()
+    _save_pair(folder, plain, tensors, exact, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def _save_pair(
+    folder: Path, plain: Path, tensors: dict[str, Tensor], exact: dict[str, Tensor], quantization: dict[str, Any]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    save_file(exact, plain / "model.safetensors", {"format": "pt"})
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))

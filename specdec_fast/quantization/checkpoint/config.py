@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec_fast.quantization.checkpoint import awq, compressed_tensors, float8, gptq
+from specdec_fast.quantization.checkpoint import awq, compressed_tensors, float8, gptq, mxfp4
 from specdec_fast.quantization.checkpoint.fields import Fields, pattern
 from specdec_fast.quantization.checkpoint.linear import LinearFormat
 
@@ -78,6 +78,11 @@ def _read_float8(fields: Fields) -> CheckpointQuantization:
     return CheckpointQuantization("fp8", _all_but(skipped, each), frozenset({each.marker}), may_be_plain=True)
 
 
+def _read_mxfp4(fields: Fields) -> CheckpointQuantization:
+    mxfp4.read_fields(fields)
+    return CheckpointQuantization(mxfp4.METHOD, lambda name: None, mxfp4.MARKERS, may_be_plain=True)
+
+
 def _all_but(skipped: tuple[str, ...], each: LinearFormat) -> Callable[[str], LinearFormat | None]:
     """Return one format for all linears but some: those below a name, with it as last part, or matching it."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
@@ -98,5 +103,6 @@ _READERS: dict[str, Callable[[Fields], CheckpointQuantization]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "fp8": _read_float8,
+    mxfp4.METHOD: _read_mxfp4,
 }
 READABLE = tuple(_READERS)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from specdec_fast.quantization.checkpoint.fields import Fields
 from specdec_fast.quantization.checkpoint.linear import LinearTensors
 from specdec_fast.quantization.packed_weight import TABLE, PackedWeight, pack
 
+METHOD = "mxfp4"
+MARKERS = frozenset(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in ("blocks", "scales"))
 GROUP = 32
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))
@@ -37,3 +40,9 @@ def read_experts(
     table = torch.tensor(E2M1, device=blocks.device)
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(num_experts, out_features, in_features)
     return [pack(codes[i], scales[i], None, table, GROUP, TABLE) for i in range(num_experts)]
+
+
+def read_fields(fields: Fields) -> None:
+    """Read the fields, none of which changes the codes. Raises ConfigError, which names one that is unknown."""
+    fields.skip("quant_method", "modules_to_not_convert", "dequantize")
+    fields.close()
