@@ -67,17 +67,20 @@ class AwaitedExperts:
         setattr(self.module, self.attribute, PackedExperts(weight, model.dtype))
         use_own_function(self.module)
 
-    def read(self, files: CheckpointFiles, quantization: CheckpointQuantization) -> PackedWeight:
-        """Read the codes of all experts.
+    def read(
+        self, files: CheckpointFiles, quantization: CheckpointQuantization, only_sizes: bool = False
+    ) -> PackedWeight:
+        """Read the codes of all experts; with ``only_sizes`` codes are on the meta device.
 
         Raises ConfigError, which names file and tensor, if a tensor cannot be read, or codes cannot be held together.
         """
         num_experts, out_features, in_features = self.sizes
         if not self.parts:
-            tensors = files.tensors_of(self.name)
+            tensors = files.tensors_of(self.name, only_sizes)
             return stacked(mxfp4.read_experts(tensors, self.attribute, num_experts, out_features, in_features))
         rows = out_features // len(self.parts)
-        each = [_read(name, files, quantization, rows, in_features) for part in self.parts for name in part]
+        names = [name for part in self.parts for name in part]
+        each = [_read(name, files, quantization, rows, in_features, only_sizes) for name in names]
         try:
             each = in_one_format(each)
         except ValueError as error:
@@ -160,11 +163,16 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def _read(
-    name: str, files: CheckpointFiles, quantization: CheckpointQuantization, out_features: int, in_features: int
+    name: str,
+    files: CheckpointFiles,
+    quantization: CheckpointQuantization,
+    out_features: int,
+    in_features: int,
+    only_sizes: bool,
 ) -> PackedWeight:
     linear_format = quantization.format_of(name)
     assert linear_format is not None
-    tensors = files.tensors_of(name)
+    tensors = files.tensors_of(name, only_sizes)
     if "bias" in tensors and not tensors.peek("bias").any():
         tensors.skip("bias")  # GPTQ stores a bias of zeros for every linear
     if "bias" in tensors:

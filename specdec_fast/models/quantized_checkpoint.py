@@ -17,12 +17,12 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.models.expert_codes import AwaitedExperts, experts_with_codes
+from specdec_fast.models.expert_codes import experts_with_codes
 from specdec_fast.models.parameter_shapes import ParameterShapes
 from specdec_fast.models.quantized_linears import QuantizedLinear
 from specdec_fast.models.rounded_models import linears_to_round
-from specdec_fast.quantization.checkpoint.config import READABLE, CheckpointQuantization, read_quantization_config
-from specdec_fast.quantization.checkpoint.files import CheckpointFiles, open_folder
+from specdec_fast.quantization.checkpoint.config import READABLE, read_quantization_config
+from specdec_fast.quantization.checkpoint.files import open_folder
 
 _NAME = "specdec_fast_codes"  # among the quantisers of transformers
 _OTHER_MODULES = (
@@ -31,14 +31,20 @@ _OTHER_MODULES = (
 )
 
 
+def fields_of_codes(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return a config's ``quantization_config`` if codes of its method are read here."""
+    fields = getattr(config, "quantization_config", None)
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    return fields if method in READABLE else None
+
+
 def config_with_codes(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """Change a model's config such that ``from_pretrained`` loads its codes; return None if none are read here.
 
     Raises ConfigError, which names the field, if its ``quantization_config`` has one that cannot be read.
     """
-    fields = getattr(config, "quantization_config", None)
-    method = fields.get("quant_method") if isinstance(fields, dict) else None
-    if method not in READABLE:
+    fields = fields_of_codes(config)
+    if fields is None:
         return None
     read_quantization_config(fields)
     config.quantization_config = {"quant_method": _NAME, "fields": fields}
@@ -64,26 +70,16 @@ class _Awaited(nn.Module):
         self.has_bias = linear.bias is not None
 
 
-@register_quantizer(_NAME)
-class _CodesLoader(HfQuantizer):
-    """Replaces linears with codes before and after ``transformers`` loads the other weights."""
+class ModelCodes:
+    """The codes that a folder has for a model whose weights are not loaded.
 
-    quantization_config: _Codes
-    _quantization: CheckpointQuantization
-    _files: CheckpointFiles
-    _experts: list[AwaitedExperts]
-    _shapes: ParameterShapes
+    Modules that have codes lose their weights at once. Raises ConfigError if codes belong to no linear and no experts,
+    or if ``fields`` (``quantization_config``) and the tensors contradict each other.
+    """
 
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self._quantization = read_quantization_config(self.quantization_config.fields)
-        self._files = open_folder(Path(kwargs["checkpoint_files"][0]).parent)
+    def __init__(self, model: PreTrainedModel, folder: Path, fields: dict[str, Any]) -> None:
+        self._quantization = read_quantization_config(fields)
+        self._files = open_folder(folder)
         unexpected = model._keys_to_ignore_on_load_unexpected or ()
         left = {
             name
@@ -110,22 +106,22 @@ class _CodesLoader(HfQuantizer):
         names = {rf"\.{suffix}$" for suffix in suffixes}
         fused = {re.escape(f"{each.name}.{each.attribute}") for each in self._experts}
         model._keys_to_ignore_on_load_unexpected = {*unexpected, *names, *fused}
-        self._shapes = ParameterShapes(model)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+    def place(self, model: PreTrainedModel, only_sizes: bool = False) -> None:
+        """Give the model modules with the codes, one after the other; with ``only_sizes`` codes on the meta device.
+
+        Raises ConfigError, which names file and tensor, if one cannot be read.
+        """
         for name, module in list(model.named_modules()):
             if isinstance(module, _Awaited):
-                model.set_submodule(name, self._linear(name, module, model.dtype))
+                model.set_submodule(name, self._linear(name, module, model.dtype, only_sizes))
         for each in self._experts:
-            each.place(each.read(self._files, self._quantization), model)
-        self._shapes.note_all(model)
-        self._shapes.expect_none()
-        self.remove_quantization_config(model)
+            each.place(each.read(self._files, self._quantization, only_sizes), model)
 
-    def _linear(self, name: str, module: _Awaited, dtype: torch.dtype) -> QuantizedLinear:
+    def _linear(self, name: str, module: _Awaited, dtype: torch.dtype, only_sizes: bool) -> QuantizedLinear:
         linear_format = self._quantization.format_of(name)
         assert linear_format is not None
-        tensors = self._files.tensors_of(name)
+        tensors = self._files.tensors_of(name, only_sizes)
         if module.has_bias and "bias" not in tensors:
             raise tensors.fault("bias", "is missing, and the model's linear has one.")
         if not module.has_bias and "bias" in tensors and not tensors.peek("bias").any():
@@ -135,6 +131,33 @@ class _CodesLoader(HfQuantizer):
         read = linear_format.read(tensors, module.out_features, module.in_features)
         bias: Tensor | None = None if read.bias is None else read.bias.to(dtype)
         return QuantizedLinear(read.weight, bias, dtype, read.permutation).eval()
+
+
+@register_quantizer(_NAME)
+class _CodesLoader(HfQuantizer):
+    """Replaces linears with codes before and after ``transformers`` loads the other weights."""
+
+    quantization_config: _Codes
+    _codes: ModelCodes
+    _shapes: ParameterShapes
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        folder = Path(kwargs["checkpoint_files"][0]).parent
+        self._codes = ModelCodes(model, folder, self.quantization_config.fields)
+        self._shapes = ParameterShapes(model)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self._shapes.note_all(model)
+        self._shapes.expect_none()
+        self._codes.place(model)
+        self.remove_quantization_config(model)
 
 
 def _expect_own_weight(model: PreTrainedModel, name: str) -> None:

@@ -199,7 +199,7 @@ def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
 
 def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:
     """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights."""
-    weights = weights_to_round(model, quantization)
+    weights = [] if quantized_linears(model) else weights_to_round(model, quantization)
     replaced = {(each.module, each.attribute) for each in weights}
     kept = [
         tensor

@@ -16,10 +16,12 @@ from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.probe import probe_of
-from specdec_fast.models.quantized_linears import quantized_linears
+from specdec_fast.models.quantized_checkpoint import ModelCodes, fields_of_codes
+from specdec_fast.models.quantized_linears import PackedExperts, quantized_linears
 from specdec_fast.models.rounded_models import tensors_after_rounding
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
+from specdec_fast.quantization.packed_weight import PackedWeight
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.model_memory import bytes_of, estimated_row_bytes, weights_of
@@ -47,8 +49,8 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str |
     """Return the sizes of a Hugging Face checkpoint from its config, or of a loaded model.
 
     The weights will be loaded in ``dtype``; None: the checkpoint's. Those of linears will be rounded as
-    ``quantization`` says; None: not. Raises ConfigError if the config cannot be read,
-    names no dtype, or describes weights that are quantised.
+    ``quantization`` says; None: not. Of a folder with codes of its own the bytes are those of the codes. Raises
+    ConfigError if the config cannot be read, names no dtype, or describes quantised weights whose sizes are unknown.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
@@ -152,26 +154,43 @@ def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
     except Exception as error:  # no such model, damaged files; every reader raises errors of its own
         raise ConfigError(f"cannot read the config of {source!r}: {' '.join(str(error).split())}") from error
     text = config.get_text_config(decoder=True)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"the weights of {source!r} are quantised, so its config does not give their sizes.")
+    fields = fields_of_codes(config)
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if is_quantized and (fields is None or not Path(name).is_dir()):
+        raise ConfigError(
+            f"the weights of {source!r} are quantised, and their sizes are known only of folders with codes that are "
+            "read here."
+        )
     dtype = dtype or config.dtype or text.dtype
     if dtype is None:
         raise ConfigError(f"the config of {source!r} names no dtype; pass dtype.")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except Exception as error:
         raise ConfigError(f"cannot make {source!r} from its config: {' '.join(str(error).split())}") from error
+    if fields is not None:
+        ModelCodes(model, Path(name), fields).place(model, only_sizes=True)
+        model.to("meta")  # what decided about sizes was read: zero points, scales, groups of inputs
+    return model
 
 
 def _ops_of(device: torch.device) -> Ops:
     if device.type != "meta":
         return resolve(device)
-    return resolve(torch.device("cpu")).replaced(grouped_linear=_empty_products)
+    return resolve(torch.device("cpu")).replaced(
+        grouped_linear=_empty_products, grouped_quantized_linear=_empty_products_of_codes
+    )
 
 
 def _empty_products(rows: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return rows.new_empty(*expert_ids.shape, weight.shape[1])
+
+
+def _empty_products_of_codes(
+    rows: Tensor, expert_ids: Tensor, weight: PackedWeight, bias: Tensor | None = None
+) -> Tensor:
+    return rows.new_empty(*expert_ids.shape, weight.out_features)
 
 
 def _row_parameters(model: PreTrainedModel, config: Any) -> int:
@@ -181,6 +200,9 @@ def _row_parameters(model: PreTrainedModel, config: Any) -> int:
     skipped -= {id(p) for p in model.get_output_embeddings().parameters()} if skipped else set()
     chosen = _first(config.to_dict(), "num_experts_per_tok", "moe_topk", "moe_top_k")
     total = float(sum(each.in_features * each.out_features for each in quantized_linears(model).values()))
+    for experts in (module for module in model.modules() if isinstance(module, PackedExperts)):
+        packed = experts.packed
+        total += packed.in_features * packed.out_features * min(chosen or len(packed.codes), len(packed.codes))
     for parameter in model.parameters():
         share = min(1.0, chosen / parameter.shape[0]) if parameter.dim() == 3 and chosen else 1.0
         total += 0 if id(parameter) in skipped else parameter.numel() * share

@@ -100,7 +100,8 @@ def _of_8_bits(weight: PackedWeight) -> PackedWeight:
         raise ValueError(f"codes of the kinds {TABLE} and {INT8} cannot be held together, with a table of fractions.")
     scales, mins = scales_of(weight)
     assert len(values) == TABLE_SIZE
-    codes = values[codes_of(weight).long()].view(torch.uint8)
+    codes = codes_of(weight).long()
+    codes = values.to(codes.device)[codes].view(torch.uint8)
     return pack(codes, scales, mins, None, weight.group_size, INT8, weight.rounds_rows)
 
 

@@ -14,7 +14,9 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.models.experts import entry_name, mixtures_of
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.quantized_linears import PackedExperts
+from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.quantization.packed_weight import dequantized, expert_of
+from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.checkpoint_codes import CONFIGS, write_mixture_with_codes, write_with_mxfp4
 from support.experts import CONFIGS as MIXTURES
 from support.experts import mixture_of
@@ -80,6 +82,7 @@ def test_weights_are_those_of_the_codes(case, written):
             each = [dequantized(expert_of(packed.packed, e)) for e in range(len(packed.codes))]
             weights = torch.stack([weight.t() if module.is_transposed else weight for weight in each])
             assert torch.equal(weights, expected.pop(f"{name}.{attribute}"))
+    assert checkpoint_sizes(folder, torch.float32).weights == bytes_of(weights_of(model))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.double(), expected[name]), name
 

@@ -15,6 +15,8 @@ import specdec_fast as sd
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.quantized_linears import QuantizedLinear, quantized_linears
+from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.checkpoint_codes import CONFIGS, write_with_codes
 from support.models import TINY_GROUPED, VOCAB_SIZE
 
@@ -171,3 +173,25 @@ def test_quantization_leaves_a_checkpoint_with_codes_as_it_is(written):
     assert type(both.lm_head) is nn.Linear
     for name, module in quantized_linears(model).items():
         assert torch.equal(module.codes, both.get_submodule(name).codes)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bytes_are_known_before_loading(name, written):
+    """From the files, codes unread; with ``quantization`` as well, which leaves such checkpoints as they are."""
+    folder, _ = written(name)
+    model = load_model(folder, torch.bfloat16, torch.device("cpu"))
+    held = bytes_of(weights_of(model))
+    assert checkpoint_sizes(folder, torch.bfloat16).weights == held
+    assert checkpoint_sizes(folder, torch.bfloat16, "int4").weights == held
+    assert checkpoint_sizes(model, None, "int4").weights == held
+
+
+def test_a_budget_that_only_the_codes_meet(written):
+    folder, exact = written("int4")
+    whole = bytes_of(exact.parameters()) // 4  # in bf16
+    with pytest.raises(sd.MemoryBudgetError):
+        sd.Engine(folder, None, dtype="bfloat16", memory_bytes=whole // 2)
+    engine = sd.Engine(folder, None, dtype="bfloat16", memory_bytes=whole * 2)
+    planned = engine.memory_plan.describe()
+    assert planned["planned_bytes"] <= whole * 2
+    assert planned["terms"]["target weights"] == checkpoint_sizes(folder, torch.bfloat16).weights < whole

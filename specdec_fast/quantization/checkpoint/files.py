@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.quantization.checkpoint import mxfp4
 from specdec_fast.quantization.checkpoint.config import CheckpointQuantization
 from specdec_fast.quantization.checkpoint.linear import LinearTensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_CODES = frozenset({"qweight", "weight", "weight_packed"}) | mxfp4.MARKERS
 _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -29,6 +33,8 @@ class CheckpointFiles:
 
     def __init__(self, file_of: Mapping[str, Path]) -> None:
         self._file_of = dict(file_of)
+        self._open_path: Path | None = None
+        self._open_file: Any = None
         self._suffixes: dict[str, list[str]] = {}
         for name in self._file_of:
             module, _, suffix = name.rpartition(".")
@@ -43,16 +49,16 @@ class CheckpointFiles:
         """Return the last parts of the names of a module's own tensors."""
         return self._suffixes.get(module, [])
 
-    def tensors_of(self, module: str) -> LinearTensors:
-        """Read the tensors of one module."""
-        suffix_of = {f"{module}.{suffix}": suffix for suffix in self.suffixes_of(module)}
+    def tensors_of(self, module: str, only_sizes: bool = False) -> LinearTensors:
+        """Read the tensors of one module; with ``only_sizes``, those of codes have no numbers (the meta device)."""
         tensors = {}
-        for path in {self._file_of[name] for name in suffix_of}:
+        for suffix in self.suffixes_of(module):
+            name = f"{module}.{suffix}"
+            path = self._file_of[name]
             try:
-                with safe_open(path, "pt") as file:
-                    for name, suffix in suffix_of.items():
-                        if self._file_of[name] == path:
-                            tensors[suffix] = file.get_tensor(name)
+                file = self._opened(path)
+                is_empty = only_sizes and suffix in _CODES
+                tensors[suffix] = _without_numbers(file.get_slice(name)) if is_empty else file.get_tensor(name)
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path}: the tensors of {module} cannot be read: {error}") from error
         return LinearTensors(module, tensors, lambda suffix: self._shown(f"{module}.{suffix}", module))
@@ -61,10 +67,16 @@ class CheckpointFiles:
         """Return the dtype of a tensor as safetensors writes it, such as ``BF16``."""
         path = self._file_of[name]
         try:
-            with safe_open(path, "pt") as file:
-                return str(file.get_slice(name).get_dtype())
+            return str(self._opened(path).get_slice(name).get_dtype())
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: {name} cannot be read: {error}") from error
+
+    def _opened(self, path: Path) -> Any:
+        """Open a file, and keep it open until another one is wanted: modules that follow each other lie in one."""
+        if self._open_path != path:
+            self._open_file = safe_open(path, "pt")
+            self._open_path = path
+        return self._open_file
 
     def has_codes(self, module: str, quantization: CheckpointQuantization) -> bool:
         """Return whether a linear has codes. Raises ConfigError if its tensors contradict the config.
@@ -99,6 +111,10 @@ class CheckpointFiles:
         """Return the file of a tensor; of one that is missing, that of another tensor of its module."""
         name = name if name in self._file_of else f"{module}.{self.suffixes_of(module)[0]}"
         return str(self._file_of[name])
+
+
+def _without_numbers(tensor: Any) -> Tensor:
+    return torch.empty(tensor.get_shape(), dtype=tensor[:0].dtype, device="meta")
 
 
 def files_of(folder: Path) -> list[Path]:

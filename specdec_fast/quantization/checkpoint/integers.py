@@ -46,7 +46,8 @@ def packed_integers(
     if offsets is not None:
         mins = _product(scales, offsets)
         if mins is None and bits == 4:
-            values = codes.to(torch.int16) + (offsets - half).to(torch.int16).repeat_interleave(group_size, dim=1)
+            higher = (offsets - half).to(codes.device, torch.int16).repeat_interleave(group_size, dim=1)
+            values = codes.to(torch.int16) + higher
             return pack(values.to(torch.int8).view(torch.uint8), scales, None, None, group_size, INT8)
         if mins is None:
             raise tensors.fault(
@@ -55,7 +56,7 @@ def packed_integers(
         scales = scales.to(mins.dtype)
     if bits == 8:
         return pack(codes ^ half, scales, mins, None, group_size, INT8)  # 128 less, in two's complement
-    table = torch.arange(TABLE_SIZE, device=codes.device) - middle
+    table = torch.arange(TABLE_SIZE, device=scales.device) - middle
     return pack(codes, scales, mins, table, group_size, TABLE)
 
 

@@ -77,7 +77,9 @@ class LinearTensors:
         return self.finite(suffix, self.take(suffix, FLOATS, *shapes))
 
     def finite(self, suffix: str, tensor: Tensor) -> Tensor:
-        """Return a tensor unchanged; an error names the first number that is not finite."""
+        """Return a tensor unchanged; an error names the first number that is not finite; on the meta device, none."""
+        if tensor.is_meta:
+            return tensor
         are_finite = torch.isfinite(tensor.float())
         if not are_finite.all():
             place = (~are_finite).nonzero()[0].tolist()
