@@ -141,6 +141,10 @@ class _CodesLoader(HfQuantizer):
     _codes: ModelCodes
     _shapes: ParameterShapes
 
+    def __init__(self, quantization_config: _Codes, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = False  # what transformers loads is plain; older versions keep the file's dtype otherwise
+
     @property
     def is_trainable(self) -> bool:
         return False
