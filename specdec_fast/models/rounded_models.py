@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -27,14 +28,16 @@ _OUTPUT_LAYER = {4: 8}  # bits of the output layer, where it has more than the o
 def linears_to_round(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     """Return by name the modules whose weights ``quantization`` rounds.
 
-    These are plain ``nn.Linear`` and ``Conv1D`` that the model calls; it may read the weight of another one itself, as
-    Mamba does that of ``dt_proj``.
+    These are plain ``nn.Linear`` and ``Conv1D`` without hooks that the model calls; it may read the weight of another
+    one itself, as Mamba does that of ``dt_proj``. A hook may read the weight too, and belongs to the module.
     """
     linears = {
         name: module
         for name, module in model.named_modules()
         if (type(module).forward is nn.Linear.forward or type(module) is Conv1D)
         and replaced_forward(module) is None
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
         and type(module.weight) is nn.Parameter
         and module.weight.is_floating_point()
     }
@@ -66,8 +69,8 @@ class _ReadWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _KNOWN:
-            given = {id(each) for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)}
-            self.read |= given & self._weights
+            given = tree_leaves((args, kwargs))  # torch.cat takes a list of tensors
+            self.read |= {id(each) for each in given if isinstance(each, Tensor)} & self._weights
         return func(*args, **(kwargs or {}))
 
 

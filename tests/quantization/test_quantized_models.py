@@ -78,6 +78,41 @@ def test_a_linear_whose_weight_the_model_reads_itself_stays():
     assert len(engine.generate([[1, 2]], sd.SamplingParams(max_new_tokens=4))[0].token_ids) == 4
 
 
+def test_a_linear_with_a_hook_stays():
+    """The hook belongs to the module, whose replacement would not call it."""
+    model = tiny_model("llama")
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    first.down_proj.register_forward_hook(lambda module, given, result: result * 3)
+    second.up_proj.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    quantized = rounded_copy(model, "int8")
+    token_ids = torch.arange(10)[None]
+    with torch.inference_mode():
+        expected = model(token_ids).logits
+        found = quantized(token_ids).logits
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+    left = {name for name, module in quantized.named_modules() if type(module) is torch.nn.Linear}
+    assert left == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj"}
+
+
+def test_a_weight_that_the_model_joins_to_another_stays():
+    """torch.cat is given a list of weights."""
+
+    class Joined(torch.nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, rows):
+            weight = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
+            gate, up = torch.nn.functional.linear(rows, weight).chunk(2, -1)
+            return self.mlp.down_proj(self.mlp.act_fn(gate) * up)
+
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = Joined(model.model.layers[0].mlp)
+    left = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert left - set(linears_to_round(model)) == {f"model.layers.0.mlp.mlp.{name}_proj" for name in ("gate", "up")}
+
+
 @pytest.fixture(scope="module", params=ROUNDINGS)
 def quantization(request):
     return request.param
