@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.model_watch import replaced_forward
 from specdec_fast.models.experts import entry_name, mixtures_of, use_own_function
 from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
+from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
 
@@ -43,9 +44,16 @@ def linears_to_round(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     }
     watch = _ReadWeights({id(module.weight) for module in linears.values()})
     token_ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with suppress(Exception), torch.inference_mode(), watch:  # what it cannot compute, the engine refuses with a reason
+    # What it cannot compute, the engine refuses with a reason.
+    with _as_loaded(model), suppress(Exception), torch.inference_mode(), watch:
         model(input_ids=token_ids, use_cache=False)
     return {name: module for name, module in linears.items() if id(module.weight) not in watch.read}
+
+
+def _as_loaded(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Wait until no engine in another thread has replaced functions of the model, and keep them from it."""
+    lock: AbstractContextManager[Any] = lock_of(model.config.get_text_config(decoder=True))
+    return lock
 
 
 # What may be asked of a weight that is quantised: products, rows if the embeddings are tied to it, and its properties.
@@ -108,7 +116,8 @@ def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
     if quantized_linears(model):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    own = copy.deepcopy(model, shared)
+    with _as_loaded(model):
+        own = copy.deepcopy(model, shared)
     round_weights(own, quantization)
     return own
 
