@@ -81,7 +81,7 @@ def quantization_settings(args: argparse.Namespace) -> dict[str, Any]:
 def add_quantization_options(parser: argparse._ActionsContainer) -> None:
     """Add --quantization and --draft-quantization."""
     for name, owner in (("--quantization", "target"), ("--draft-quantization", "draft model")):
-        help = f"round the weights of the {owner} when it is loaded; -a8 rounds its rows to 8 bits too (default: not)"
+        help = f"round the weights of the {owner} when it is loaded; -a8: its activations too (default: as loaded)"
         parser.add_argument(name, choices=list(ROUNDINGS), default=None, help=help)
 
 
@@ -96,7 +96,7 @@ def add_backend_options(parser: argparse._ActionsContainer) -> None:
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add --target, --draft and --dtype."""
-    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model")
+    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model, or a GGUF file")
     parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
     add_drafter_options(parser)
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")

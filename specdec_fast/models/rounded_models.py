@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -19,6 +20,7 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.model_watch import replaced_forward
 from specdec_fast.models.experts import computed_by, entry_name, expert_configs, mixtures_of, use_own_function
 from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
+from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
 
@@ -95,24 +97,34 @@ def weights_to_round(model: PreTrainedModel, quantization: str, must_run: bool =
 def linears_to_round(model: PreTrainedModel, must_run: bool = False) -> dict[str, nn.Linear | Conv1D]:
     """Return by name the modules whose weights ``quantization`` rounds.
 
-    These are plain ``nn.Linear`` and ``Conv1D`` that the model calls; it may read the weight of another one itself, as
-    Mamba does that of ``dt_proj``. The model may be on the meta device. If it cannot compute two tokens, its error is
-    raised with ``must_run``; else only what it read until then counts.
+    These are plain ``nn.Linear`` and ``Conv1D`` without hooks that the model calls; it may read the weight of another
+    one itself, as Mamba does that of ``dt_proj``. A hook may read the weight too, and belongs to the module. The model
+    may be on the meta device. If it cannot compute two tokens, its error is raised with ``must_run``; else only what it
+    read until then counts.
     """
     linears = {
         name: module
         for name, module in model.named_modules()
         if (type(module).forward is nn.Linear.forward or type(module) is Conv1D)
         and replaced_forward(module) is None
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
         and type(module.weight) is nn.Parameter
         and module.weight.is_floating_point()
     }
     watch = _ReadWeights({id(module.weight) for module in linears.values()})
     token_ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     computed = computed_by("batched_mm", expert_configs(model))  # the only one that runs on the meta device
-    with suppress(*() if must_run else (Exception,)), torch.inference_mode(), computed, watch:
+    failures = () if must_run else (Exception,)
+    with _as_loaded(model), suppress(*failures), torch.inference_mode(), computed, watch:
         model(input_ids=token_ids, use_cache=False)
     return {name: module for name, module in linears.items() if id(module.weight) not in watch.read}
+
+
+def _as_loaded(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Wait until no engine in another thread has replaced functions of the model, and keep them from it."""
+    lock: AbstractContextManager[Any] = lock_of(model.config.get_text_config(decoder=True))
+    return lock
 
 
 # What may be asked of a weight that is quantised: products, rows if the embeddings are tied to it, and its properties.
@@ -146,8 +158,8 @@ class _ReadWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _KNOWN:
-            given = {id(each) for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)}
-            self.read |= given & self._weights
+            given = tree_leaves((args, kwargs))  # torch.cat takes a list of tensors
+            self.read |= {id(each) for each in given if isinstance(each, Tensor)} & self._weights
         if args and isinstance(args[0], Tensor) and func in _ON_META and args[0].is_meta:
             return _ON_META[func](*args)
         return func(*args, **(kwargs or {}))
@@ -192,7 +204,8 @@ def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
     if quantized_linears(model):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    own = copy.deepcopy(model, shared)
+    with _as_loaded(model):
+        own = copy.deepcopy(model, shared)
     round_weights(own, quantization)
     return own
 

@@ -72,7 +72,8 @@ def rounded_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(dim=-1)
     is_zero = largest < LEAST_ROUNDED
     is_finite = torch.isfinite(blocks).all(dim=-1)
-    inverse = torch.where(is_zero | ~is_finite, 0.0, 127 / largest)
+    quotients = torch.full_like(largest, 127) / largest  # 127 / largest multiplies by a rounded reciprocal
+    inverse = torch.where(is_zero | ~is_finite, 0.0, quotients)
     whole = torch.where(is_finite[..., None], blocks * inverse[..., None], 0.0).round()
     steps = torch.where(is_zero, 0.0, largest / 127)
     return whole, torch.where(is_finite, steps, torch.nan)

@@ -108,6 +108,15 @@ def test_rounded_rows_have_exact_sums(version):
         assert torch.equal(OP.load("cpp")(**args), OP.load("torch")(**args))
 
 
+def test_every_row_is_rounded_as_the_oracle_rounds_it(version):
+    """Of one block with scale 1, the result is an integer times the step: a number rounded otherwise changes it."""
+    rows = torch.randint(-2000, 2000, (20_000, 32), generator=torch.Generator().manual_seed(6)).float()
+    weight = weight_of(INT8, 32, 16, True, False)
+    weight = replace(weight, scales=torch.ones_like(weight.scales))
+    args = {"rows": rows, "weight": weight, "bias": None}
+    assert torch.equal(OP.load("cpp")(**args), OP.load("torch")(**args))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

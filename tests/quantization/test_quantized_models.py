@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
+from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.models.rounded_models import linears_to_round, rounded_copy
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.quantization.packed_weight import dequantized, expert_of
@@ -76,6 +78,63 @@ def test_a_linear_whose_weight_the_model_reads_itself_stays():
     assert {name.rpartition(".")[2] for name in left - set(linears_to_round(model))} == {"dt_proj"}
     engine = sd.Engine(model, None, quantization="int8")
     assert len(engine.generate([[1, 2]], sd.SamplingParams(max_new_tokens=4))[0].token_ids) == 4
+
+
+def test_a_model_is_copied_and_probed_while_no_other_engine_has_replaced_its_functions():
+    """A copy would keep the attention function of an engine that runs the model in another thread."""
+    model = tiny_model("llama")
+    lock = lock_of(model.config)
+    is_free = []
+
+    def try_lock(*_):
+        with ThreadPoolExecutor(1) as other:
+            is_free.append(other.submit(lock.acquire, blocking=False).result())
+
+    class Copied:
+        def __deepcopy__(self, memo):
+            try_lock()
+            return self
+
+    model.noticed = Copied()
+    rounded_copy(model, "int8")
+    model.register_forward_pre_hook(try_lock)
+    linears_to_round(model)
+    assert is_free == [False, False]
+
+
+def test_a_linear_with_a_hook_stays():
+    """The hook belongs to the module, whose replacement would not call it."""
+    model = tiny_model("llama")
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    first.down_proj.register_forward_hook(lambda module, given, result: result * 3)
+    second.up_proj.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    quantized = rounded_copy(model, "int8")
+    token_ids = torch.arange(10)[None]
+    with torch.inference_mode():
+        expected = model(token_ids).logits
+        found = quantized(token_ids).logits
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+    left = {name for name, module in quantized.named_modules() if type(module) is torch.nn.Linear}
+    assert left == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj"}
+
+
+def test_a_weight_that_the_model_joins_to_another_stays():
+    """torch.cat is given a list of weights."""
+
+    class Joined(torch.nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, rows):
+            weight = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
+            gate, up = torch.nn.functional.linear(rows, weight).chunk(2, -1)
+            return self.mlp.down_proj(self.mlp.act_fn(gate) * up)
+
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = Joined(model.model.layers[0].mlp)
+    left = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert left - set(linears_to_round(model)) == {f"model.layers.0.mlp.mlp.{name}_proj" for name in ("gate", "up")}
 
 
 @pytest.fixture(scope="module", params=ROUNDINGS)
