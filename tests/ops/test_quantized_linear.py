@@ -44,7 +44,7 @@ def test_every_version_agrees_with_the_oracle(version, dtype):
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int8-a8"])
 def test_small_weights_are_not_flushed_to_zero(version, name):
-    """Their scales are subnormal in fp16; with tiles, a thread takes subnormal numbers for zeros while it multiplies."""
+    """Their scales are subnormal in fp16; with tiles, threads take subnormal numbers for zeros meanwhile."""
     weight = rounded(torch.randn(40, 96, generator=torch.Generator().manual_seed(8)) * 1e-4, ROUNDINGS[name])
     rows = torch.randn(20, 96, generator=torch.Generator().manual_seed(9)).bfloat16()
     expected = OP.load("torch")(rows, weight, None).float()
