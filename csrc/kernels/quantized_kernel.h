@@ -25,6 +25,19 @@ struct Blocks {
   std::int64_t first, last;
 };
 
+// The numbers of Float16, without the product of subnormal numbers by which it makes them: a thread that has tiles' bits
+// takes these for zeros (quantized_half_tiles.h), and a scale of small weights is subnormal in fp16.
+struct HalfScale {
+  using Storage = Float16::Storage;
+  static inline float load(Storage half) {
+    const std::uint32_t magnitude = (half & 0x7fffu) << 13;
+    const float subnormal = bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
+    const std::uint32_t finite = magnitude < (1u << 23) ? bit_cast<std::uint32_t>(subnormal) : magnitude + (112u << 23);
+    const std::uint32_t special = magnitude >= (0x7c00u << 13) ? 0x7f800000u : 0u;  // infinity and NaN
+    return bit_cast<float>(finite | special | (static_cast<std::uint32_t>(half & 0x8000u) << 16));
+  }
+};
+
 template <typename Format>
 void convert(const void* from, std::int64_t groups, std::int64_t blocks_of_group, Blocks blocks, float* to) {
   const auto* numbers = static_cast<const typename Format::Storage*>(from);
@@ -43,7 +56,7 @@ void convert_scales(const QuantizedTask& task, Blocks blocks) {
       const std::int64_t at = (task.first_panel + p) * groups * kPanelOutputs;
       const char* panel = static_cast<const char*>(from) + at * item_size(weight.scale_dtype);
       if (weight.scale_dtype == DType::kFloat32) convert<Float32>(panel, groups, each, blocks, to);
-      if (weight.scale_dtype == DType::kFloat16) convert<Float16>(panel, groups, each, blocks, to);
+      if (weight.scale_dtype == DType::kFloat16) convert<HalfScale>(panel, groups, each, blocks, to);
       if (weight.scale_dtype == DType::kBFloat16) convert<BFloat16>(panel, groups, each, blocks, to);
     }
   };
