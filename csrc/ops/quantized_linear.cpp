@@ -173,8 +173,10 @@ void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, s
     for (std::int64_t r = 0; r < task.num_rows; ++r) {
       float* totals = task.totals + r * num_panels * kPanelOutputs;
       for (std::int64_t i = 0; args.bias != nullptr && i < count; ++i) totals[i] += bias[i];
-      // Tiles and vectors make NaNs of other bits.
-      for (std::int64_t i = 0; i < count; ++i) totals[i] = totals[i] == totals[i] ? totals[i] : std::numeric_limits<float>::quiet_NaN();
+      // Tiles and vectors make NaNs of other bits, and zeros of other signs: adding 0 makes every zero positive.
+      for (std::int64_t i = 0; i < count; ++i) {
+        totals[i] = totals[i] == totals[i] ? totals[i] + 0.0f : std::numeric_limits<float>::quiet_NaN();
+      }
       char* out = static_cast<char*>(args.out) + ((first + row + r) * weight.out_features + output) * item_size(args.dtype);
       narrow_all(args.dtype, totals, out, count);
     }
