@@ -26,9 +26,11 @@ def _draw(
     num_choices, num_experts = choices
     rows = torch.randn(num_rows, num_choices if has_vectors else 1, in_features, generator=generator).to(dtype)
     scores = torch.rand(num_rows, num_experts, generator=generator)
-    weights = torch.randn(num_experts, out_features, in_features, generator=generator) / in_features**0.5
+    num_drawn = min(num_experts, 8)  # rounding those of all experts of a benchmark would take seconds
+    weights = torch.randn(num_drawn, out_features, in_features, generator=generator) / in_features**0.5
     bias = torch.randn(num_experts, out_features, generator=generator).to(dtype) if has_vectors else None
-    weight = stacked([rounded(each, ROUNDINGS[quantization]) for each in weights])
+    drawn = [rounded(each, ROUNDINGS[quantization]) for each in weights]
+    weight = stacked([drawn[expert % num_drawn] for expert in range(num_experts)])
     return {"rows": rows, "expert_ids": scores.topk(num_choices).indices, "weight": weight, "bias": bias}
 
 

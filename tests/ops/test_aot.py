@@ -19,7 +19,7 @@ from support.source_tree import ROOT
 triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the compiler
-# ``make test`` compiles a few variants of every file for one target, but no generated kernels, which take long.
+# The slice is a few variants of every file for one target, without generated kernels, which take long.
 FEW = {
     "append_kv": r"bf16_(8x128|within_3x20)",
     "compact_kv": "bf16_",
@@ -41,7 +41,7 @@ DISASSEMBLED = (
 )
 KERNEL_FILES = [module.__name__ for module in kernel_modules()]
 REPORTS = [
-    pytest.param((("sm_90",), KERNEL_FILES, SLICE, DISASSEMBLED), id="slice"),
+    pytest.param((("sm_90",), KERNEL_FILES, SLICE, DISASSEMBLED), id="slice", marks=pytest.mark.grid),
     pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), [], "", ""), id="all", marks=pytest.mark.grid),
 ]
 BASELINE = ROOT / "bench/results/aot.json"

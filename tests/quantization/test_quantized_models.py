@@ -160,7 +160,7 @@ def plain(pair, quantization):
     return {eager: results(sd.Engine(target, None, **options, enforce_eager=eager)) for eager in (False, True)}
 
 
-@each_value_once("pair", "quantization")
+@each_value_once
 @combinations(
     drafter=["model", "ngram"],
     sizes={"alone": {"max_batch_size": 1, "num_draft_tokens": 4}, "all": {"max_batch_size": 8, "num_draft_tokens": 7}},
@@ -177,6 +177,7 @@ def test_bits_equal_plain_decoding(pair, plain, quantization, drafter, sizes, sc
     assert engine.last_run.decoding.num_draft_tokens > engine.last_run.decoding.num_accepted_tokens
 
 
+@pytest.mark.parametrize("quantization", grid(list(ROUNDINGS), keep=["int4", "int8-a8"]), indirect=True)
 def test_tokens_are_those_of_generate(quantization):
     """In fp32, of the copy with quantised linears, whose op transformers calls; rows are rounded alike there."""
     target = rounded_copy(tiny_model("llama"), quantization)

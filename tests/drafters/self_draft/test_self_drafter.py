@@ -109,7 +109,7 @@ def test_trees_are_refused(model):
 
 
 def test_a_model_without_linears_is_refused(model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.models.rounded_models.linears_to_round", lambda _: {})
+    monkeypatch.setattr("specdec_fast.models.rounded_models.linears_to_round", lambda *_: {})
     with pytest.raises(sd.ConfigError, match=r"draft='self:int4': .*LlamaForCausalLM has no linear layers"):
         sd.Engine(model, "self")
 
