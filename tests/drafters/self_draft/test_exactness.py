@@ -106,7 +106,7 @@ def test_no_entry_beyond_the_committed_ones_is_read(tiny, expected, monkeypatch,
     engine = sd.Engine(tiny, draft, **{"max_batch_size": 4, "method": method, **config})
     poisoned = Poisoned(engine)
     assert results(engine.generate(PROMPTS, PARAMS)) == expected
-    assert poisoned.num_proposals > 9
+    assert poisoned.num_proposals > 5  # few where the copy of 8 bits has nearly every draft accepted
     assert bool(engine.last_run.num_preemptions) == (config == SMALL_POOL), "the small pool must preempt"
     assert engine.core.pool.is_vacant
 
@@ -116,7 +116,7 @@ def test_where_pytorch_runs_the_forwards(tiny):
     engine = sd.Engine(tiny, "self", enforce_eager=True, max_batch_size=4, **SMALL_POOL)
     poisoned = Poisoned(engine)
     assert results(engine.generate(PROMPTS, PARAMS)) == expected
-    assert poisoned.num_proposals > 9
+    assert poisoned.num_proposals > 5  # few where the copy of 8 bits has nearly every draft accepted
     assert engine.last_run.num_preemptions > 0
 
 
