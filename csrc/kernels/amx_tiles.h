@@ -86,25 +86,30 @@ class PortableTiles {
 };
 
 #ifdef SPECDEC_X86_64_LEVELS
+// The rows of each tile, and the bytes of a row, as ldtilecfg reads them; every thread has its own configuration.
+struct TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+
+  void load() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
+  static void release() { asm volatile("tilerelease" ::: "memory"); }
+};
+static_assert(sizeof(TileConfig) == 64, "");
+
 // The instructions themselves, as inline assembly: GCC's intrinsics for them accept no template parameter as the number of
 // a tile, and do not declare that a load reads memory. All of them are volatile, so they stay in order.
 class AmxTiles {
  public:
-  // Configures the tiles of this thread; every thread has its own.
   void configure(std::int64_t columns, std::int64_t height = kTileHeight) {
-    struct {
-      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      std::uint16_t row_bytes[16] = {};
-      std::uint8_t rows[16] = {};
-    } config;
-    static_assert(sizeof(config) == 64, "");
+    TileConfig config;
     for (int tile = 0; tile < 8; ++tile) {
       config.rows[tile] = static_cast<std::uint8_t>(tile < 6 ? height : kTileHeight);
       config.row_bytes[tile] = static_cast<std::uint16_t>(tile == 4 || tile == 5 ? kTileRowBytes : 4 * columns);
     }
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    config.load();
   }
-  void release() { asm volatile("tilerelease" ::: "memory"); }
+  void release() { TileConfig::release(); }
 
   template <int kTile>
   void zero() {

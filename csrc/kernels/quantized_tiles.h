@@ -10,20 +10,15 @@ static_assert(kTilesOfRows * kTileHeight == kPassRows, "a pass fills the tiles")
 class IntegerTiles {
  public:
   explicit IntegerTiles(std::int64_t block_size) {
-    struct {
-      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      std::uint16_t row_bytes[16] = {};
-      std::uint8_t rows[16] = {};
-    } config;
-    static_assert(sizeof(config) == 64, "");
+    TileConfig config;
     for (int tile = 0; tile < 7; ++tile) {
       const bool has_rows = tile >= 3 && tile < 6;
       config.row_bytes[tile] = static_cast<std::uint16_t>(has_rows ? block_size : kTileRowBytes);
       config.rows[tile] = static_cast<std::uint8_t>(tile < 6 ? kTileHeight : block_size / 4);
     }
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    config.load();
   }
-  ~IntegerTiles() { asm volatile("tilerelease" ::: "memory"); }
+  ~IntegerTiles() { TileConfig::release(); }
 
   void load_weights(const void* from) { asm volatile("tileloadd (%0,%1,1), %%tmm6" ::"r"(from), "r"(std::int64_t{64}) : "memory"); }
 
