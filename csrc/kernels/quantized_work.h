@@ -23,7 +23,7 @@ struct PreparedRows {
   const float* steps;            // [num_rows, blocks], or [blocks, most rows]: what a whole number stands for
   const std::int32_t* offsets;   // the same: what is added to the sums of codes without a sign
   const float* sums;             // the same: of a block's inputs
-  std::int64_t most_rows;        // for which there is memory, a multiple of a tile's
+  std::int64_t most_rows;        // for which there is memory; a multiple of a tile's where blocks come first
 };
 
 // What a thread computes: the outputs of some panels for some rows.

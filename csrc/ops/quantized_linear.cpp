@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -85,7 +86,7 @@ class Rows {
         stays_half_(stays_half),
         offset_(args.weight.rounds_rows ? code.offset_of(args.weight) : 0) {
     const PackedWeight& weight = args.weight;
-    most_rows_ = most_rows(args.num_rows);
+    most_rows_ = by_block_ || stays_half_ ? most_rows(args.num_rows) : std::min(args.num_rows, kPreparedRows);
     padded_ = weight.num_blocks() * weight.block_size;
     const auto numbers = static_cast<std::size_t>(most_rows_ * padded_);
     const auto blocks = static_cast<std::size_t>(most_rows_ * weight.num_blocks());
@@ -100,7 +101,7 @@ class Rows {
     memory_.offsets.resize(blocks);
   }
 
-  // Rows for which there is memory: tiles read 16, whatever their number.
+  // Rows for which there is memory where tiles read them: 16 at a time, whatever their number.
   static std::int64_t most_rows(std::int64_t num_rows) {
     return (std::min(num_rows, kPreparedRows) + kTileHeight - 1) / kTileHeight * kTileHeight;
   }
@@ -208,7 +209,8 @@ void quantized_linear(const QuantizedLinearArgs& args) {
   const bool worth_threads = args.num_rows * weight.in_features * weight.out_features > (1 << 18);
   const int num_threads = worth_threads ? args.num_threads : 1;
   const std::int64_t granules = (weight.num_panels() + kMostPanels - 1) / kMostPanels;
-  std::vector<float> memory(static_cast<std::size_t>((kTotals + kScales) * num_threads));
+  // Not a vector, which would fill what every task writes before it reads.
+  const std::unique_ptr<float[]> memory(new float[static_cast<std::size_t>((kTotals + kScales) * num_threads)]);
   for (std::int64_t first = 0; first < args.num_rows; first += kPreparedRows) {
     const std::int64_t num_rows = std::min(kPreparedRows, args.num_rows - first);
     const PreparedRows prepared = rows.prepared(num_rows);
@@ -221,7 +223,7 @@ void quantized_linear(const QuantizedLinearArgs& args) {
         const std::int64_t end = granules * (part + 1) / num_threads;
         for (std::int64_t granule = granules * part / num_threads; granule < end; ++granule) {
           const std::int64_t panel = granule * kMostPanels, count = std::min(kMostPanels, weight.num_panels() - panel);
-          compute_panels(args, prepared, first, panel, count, multiply, memory.data() + part * (kTotals + kScales));
+          compute_panels(args, prepared, first, panel, count, multiply, memory.get() + part * (kTotals + kScales));
         }
       }
     }
