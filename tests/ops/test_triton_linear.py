@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import linear as module
 from specdec_fast.triton_kernels.linear import linear, linears
+from support.noted_launches import Noted
 
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
 COUNTS = (1, 3, 8, 16, 48, 64, 65, 200)
@@ -113,22 +114,6 @@ def test_several_matrices_have_the_bits_of_a_launch_for_each(sizes, has_bias, dt
     assert all(out.is_contiguous() for out in found)
     for i, out in enumerate(found):
         assert torch.equal(out, linear(rows, weights[i], None if biases is None else biases[i]))
-
-
-class Noted:
-    """Replaces the kernel, and notes grids and arguments."""
-
-    def __init__(self) -> None:
-        self.grids: list[int] = []
-        self.args: tuple[Any, ...] = ()
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        self.grids.append(grid[0])
-
-        def launch(*args: Any, **options: Any) -> None:
-            self.args = args
-
-        return launch
 
 
 @pytest.mark.parametrize("sizes", [(4096,), (4096, 1024, 1024), (12_288, 12_288)], ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, PackedW
 from specdec_fast.triton_kernels import quantized_linear as module
 from specdec_fast.triton_kernels import quantized_linear_parts as parts
 from specdec_fast.triton_kernels.quantized_linear import quantized_linear
+from support.noted_launches import Noted
 
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
 IN_FEATURES = 300  # ten blocks: more than there are lanes, and the last is not whole
@@ -140,22 +140,6 @@ def test_rows_are_rounded_as_by_the_oracle(size):
     assert torch.equal(whole.float(), expected.flatten(1))
     torch.testing.assert_close(steps, expected_steps, rtol=0, atol=0, equal_nan=True)
     assert steps.isnan().sum() == 2
-
-
-class Noted:
-    """Replaces the kernel, and notes grids and arguments."""
-
-    def __init__(self) -> None:
-        self.grids: list[int] = []
-        self.args: tuple[Any, ...] = ()
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        self.grids.append(grid[0])
-
-        def launch(*args: Any, **options: Any) -> None:
-            self.args = args
-
-        return launch
 
 
 @pytest.fixture

@@ -152,15 +152,18 @@ def test_a_step_without_memory_is_repeated(tiny, expected, monkeypatch, place, e
     assert engine.core.pool.is_vacant
 
 
+def requests_for(engine):
+    """Build a sequence of every prompt."""
+    builder = engine.request_builder()
+    options = sd.PromptOptions()
+    return [builder.build(i, p, params, options, 3) for i, (p, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+
+
 def test_a_pool_that_grows(tiny, expected):
     """The drafter goes on with the larger pool, and keeps no other one alive."""
     engine = sd.Engine(tiny, "self", max_batch_size=4, page_size=4)
     Poisoned(engine)
-    builder = engine.request_builder()
-    options = sd.PromptOptions()
-    requests = [
-        builder.build(i, p, params, options, 3) for i, (p, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
-    ]
+    requests = requests_for(engine)
     sizes = set()
     for request in requests:
         engine.core.add(request)
@@ -187,11 +190,7 @@ def test_a_stream_that_is_closed_frees_its_pages(tiny, expected):
 def test_a_cancelled_request_changes_no_other(tiny, expected):
     engine = sd.Engine(tiny, "self", max_batch_size=4, page_size=4)
     Poisoned(engine)
-    builder = engine.request_builder()
-    options = sd.PromptOptions()
-    requests = [
-        builder.build(i, p, params, options, 3) for i, (p, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
-    ]
+    requests = requests_for(engine)
     ids = [engine.core.add(request) for request in requests]
     engine.core.step()
     assert engine.core.cancel(ids[1])
