@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import triton
@@ -29,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specdec_fast.quantization.packed_weight import PANEL, PackedWeight
 from specdec_fast.triton_kernels.byte_permutation import has_permute
 from specdec_fast.triton_kernels.overlap import overlaps, wait
 from specdec_fast.triton_kernels.quantized_linear_parts import (
@@ -45,7 +45,6 @@ from specdec_fast.triton_kernels.quantized_linear_parts import (
 )
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
-_PANEL = 16  # outputs whose codes lie together
 _LANES = 8  # sums of an output, each of every eighth block; as many as warps
 _MANY_ROWS = 64
 _STAGES = 6  # one more than the steps of eight blocks that are loaded ahead
@@ -57,23 +56,6 @@ _KINDS = {"int8": INT8.value, "float8_e4m3": FLOAT8.value, "table": TABLE.value}
 _LEAST_ROUNDED = tl.constexpr(2.0**-100)  # as in the oracle: a block of smaller numbers counts as zeros
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 _TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and subtracted, it rounds small numbers, half to even
-
-
-class _PackedWeight(Protocol):
-    """What the launcher reads of a ``PackedWeight``, which this package may not import."""
-
-    codes: Tensor
-    scales: Tensor
-    mins: Tensor | None
-    table: Tensor | None
-    in_features: int
-    out_features: int
-    group_size: int
-    kind: str
-    rounds_rows: bool
-
-    @property
-    def block_size(self) -> int: ...
 
 
 @triton.jit(do_not_specialize=("num_rows", "stride_rows_row", "out_features", "has_bias"))
@@ -195,7 +177,7 @@ class _Format:
     rounds_rows: bool = False
 
 
-def _format_of(weight: _PackedWeight) -> _Format:
+def _format_of(weight: PackedWeight) -> _Format:
     return _Format(weight.kind, weight.block_size, weight.group_size, weight.mins is not None, weight.rounds_rows)
 
 
@@ -224,7 +206,7 @@ def _launch(form: _Format, dtype: torch.dtype, in_features: int, out_features: i
         "BLOCK_ROWS": many if is_many else 8 if num_rows <= 8 else 16,
         "BLOCK_OUT": 32 if is_wide else 16,
         "LANES": _LANES,
-        "PANEL": _PANEL,
+        "PANEL": PANEL,
         "STAGES": stages,
         "HAS_PERMUTE": has_permute(),
         "OVERLAPS": overlaps(),
@@ -262,7 +244,7 @@ def _in_pairs(scales: Tensor) -> Tensor:
     return scales if scales.data_ptr() % 4 == 0 else scales.clone()
 
 
-def quantized_linear(rows: Tensor, weight: _PackedWeight, bias: Tensor | None = None) -> Tensor:
+def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Launch the kernel, after the one that rounds the rows if the weight does; the contract is the oracle's."""
     num_rows = len(rows)
     out = torch.empty(num_rows, weight.out_features, dtype=rows.dtype, device=rows.device)

@@ -50,7 +50,7 @@ def can_round_while_loading(config: PreTrainedConfig) -> bool:
 
 @register_quantizer(_NAME)
 class _RoundingLoader(HfQuantizer):
-    """Rounds parameters as they come, and replaces their modules when all have come."""
+    """Rounds each parameter when transformers has read it, and replaces their modules after the last one."""
 
     quantization_config: RoundingConfig
 
