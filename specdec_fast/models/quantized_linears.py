@@ -32,21 +32,44 @@ def exact_rows() -> Iterator[None]:
         _exact_rows.reset(token)
 
 
-class QuantizedLinear(nn.Module):
-    """``nn.Linear`` with a :class:`PackedWeight`.
+_NOTHING = torch.empty(0, device="cpu")
+
+
+class PackedModule(nn.Module):
+    """Holds a :class:`PackedWeight`.
 
     Attributes:
         codes, scales, mins, table: the tensors of the packed weight, as buffers.
-        bias: ``[out_features]``, or None.
-        dtype: of the rows that the model passes; what ``weight.dtype`` says.
-        permutation: ``[in_features]`` int64, a buffer: input i of the packed weight is input ``permutation[i]`` of the
-            module. None: inputs have their own order.
+        dtype: of the rows that the model passes; of the weight that the codes replace.
     """
 
     codes: Tensor
     scales: Tensor
     mins: Tensor | None
     table: Tensor | None
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._sizes = replace(weight, codes=_NOTHING, scales=_NOTHING, mins=None, table=None)
+        for name in ("codes", "scales", "mins", "table"):
+            self.register_buffer(name, getattr(weight, name))
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight; its tensors are the module's."""
+        return replace(self._sizes, codes=self.codes, scales=self.scales, mins=self.mins, table=self.table)
+
+
+class QuantizedLinear(PackedModule):
+    """``nn.Linear`` with a packed weight, whose ``weight.dtype`` is ``dtype``.
+
+    Attributes:
+        bias: ``[out_features]``, or None.
+        permutation: ``[in_features]`` int64, a buffer: input i of the packed weight is input ``permutation[i]`` of the
+            module. None: inputs have their own order.
+    """
+
     permutation: Tensor | None
 
     def __init__(
@@ -56,15 +79,12 @@ class QuantizedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         permutation: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.dtype = dtype or weight.scales.dtype
+        super().__init__(weight, dtype or weight.scales.dtype)
         self.in_features = weight.in_features
         self.out_features = weight.out_features
         self.group_size = weight.group_size
         self.kind = weight.kind
         self.rounds_rows = weight.rounds_rows
-        for name in ("codes", "scales", "mins", "table"):
-            self.register_buffer(name, getattr(weight, name))
         self.register_buffer("permutation", permutation)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
@@ -73,14 +93,6 @@ class QuantizedLinear(nn.Module):
         """Dtype, shape and device of the weight, for models that ask; its numbers, which nothing may read, are NaN."""
         nothing = torch.full((), torch.nan, dtype=self.dtype, device=self.codes.device)
         return nothing.expand(self.out_features, self.in_features)
-
-    @property
-    def packed(self) -> PackedWeight:
-        """The weight; its tensors are the module's."""
-        return PackedWeight(
-            self.codes, self.scales, self.mins, self.table,
-            self.in_features, self.out_features, self.group_size, self.kind, self.rounds_rows,
-        )  # fmt: skip
 
     def ordered(self, rows: Tensor) -> Tensor:
         """Return rows ``[..., in_features]`` with inputs in the order of the packed weight."""
@@ -102,33 +114,10 @@ class QuantizedLinear(nn.Module):
         return f"{sizes}, {self.kind} of {bits} bits in groups of {self.group_size}{rows}"
 
 
-class PackedExperts(nn.Module):
-    """The weights of all experts of a layer as one :class:`PackedWeight`, in place of a parameter with three axes.
-
-    Attributes:
-        codes, scales, mins, table: the tensors of the packed weight, as buffers.
-        dtype: what the dtype of the parameter was.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    mins: Tensor | None
-    table: Tensor | None
-
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self._sizes = replace(weight, codes=_NOTHING, scales=_NOTHING, mins=None, table=None)
-        for name in ("codes", "scales", "mins", "table"):
-            self.register_buffer(name, getattr(weight, name))
-
-    @property
-    def packed(self) -> PackedWeight:
-        """The weight; its tensors are the module's."""
-        return replace(self._sizes, codes=self.codes, scales=self.scales, mins=self.mins, table=self.table)
+class PackedExperts(PackedModule):
+    """The weights of all experts of a layer, in place of a parameter with three axes."""
 
 
-_NOTHING = torch.empty(0, device="cpu")
 _LIBRARY = torch.library.Library("specdec_fast", "DEF")
 _LIBRARY.define(
     "quantized_linear(Tensor rows, Tensor codes, Tensor scales, Tensor? mins, Tensor? table, Tensor? bias, "
@@ -169,7 +158,7 @@ def bytes_by_kind(model: nn.Module) -> dict[str, int]:
     """Return the bytes of a model's linears by kind: ``"int4"``, ``"int8-a8"``, or the dtype of plain ones."""
     found: dict[str, int] = {}
     for module in model.modules():
-        if isinstance(module, QuantizedLinear | PackedExperts):
+        if isinstance(module, PackedModule):
             found[_kind_of(module)] = found.get(_kind_of(module), 0) + module.packed.nbytes
         elif isinstance(module, nn.Linear | Conv1D):
             kind = str(module.weight.dtype).removeprefix("torch.")
@@ -177,7 +166,7 @@ def bytes_by_kind(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _kind_of(module: QuantizedLinear | PackedExperts) -> str:
+def _kind_of(module: PackedModule) -> str:
     packed = module.packed
     name = "int4" if packed.table is not None else packed.kind
     return f"{name}-a8" if packed.rounds_rows else name
