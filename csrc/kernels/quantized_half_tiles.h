@@ -1,8 +1,7 @@
-// Rows of bf16 on tiles: quantized_kernel.h includes this file where SPECDEC_TILES names a class of amx_tiles.h.
+// Rows of bf16 on tiles: quantized_kernel.h includes this file after quantized_tiles.h.
 //
-// Values of codes are exact in bf16, so a tile instruction multiplies 16 rows with a block of a panel, as linear_tiles.h does
-// with plain weights; its sums are scaled in fp32, block after block. Vectors add the same products in the same order
-// (quantized_kernel.h) and are faster for few rows; they have the same bits if they take subnormal numbers for zeros too.
+// Values of codes are exact in bf16. Vectors add the same products in the same order (quantized_kernel.h) and are faster for
+// few rows; they have the same bits if they take subnormal numbers for zeros too.
 
 constexpr std::int64_t kHalfBlock = 32;  // inputs of a tile's row
 
@@ -65,83 +64,45 @@ SPECDEC_INLINE void unpack_block(const Codes& codes, const std::uint32_t* from, 
   }
 }
 
-// Rows and panels that are multiplied at a time: the four tiles of sums.
-constexpr std::int64_t kTileRowsAtOnce = 2 * kTileHeight;
-
-using HalfSums = float[kTileHeight][kPanelOutputs];
-
-// The sums of a block: of `two_rows` the second 16 rows as well, of `two_panels` the second panel.
-template <typename Tiles>
-SPECDEC_INLINE void multiply_block(Tiles& tiles, const std::uint16_t* rows, bool two_rows, bool two_panels, HalfSums (&sums)[2][2]) {
-  constexpr std::int64_t kRowBytes = kHalfBlock * 2;
-  tiles.template load<4>(rows, kRowBytes);
-  tiles.template zero<0>();
-  tiles.template multiply_add<0, 4, 6>();
-  tiles.template store<0>(sums[0][0], kTileRowBytes);
-  if (two_panels) {
-    tiles.template zero<1>();
-    tiles.template multiply_add<1, 4, 7>();
-    tiles.template store<1>(sums[0][1], kTileRowBytes);
-  }
-  if (!two_rows) return;
-  tiles.template load<5>(rows + kTileHeight * kHalfBlock, kRowBytes);
-  tiles.template zero<2>();
-  tiles.template multiply_add<2, 5, 6>();
-  tiles.template store<2>(sums[1][0], kTileRowBytes);
-  if (two_panels) {
-    tiles.template zero<3>();
-    tiles.template multiply_add<3, 5, 7>();
-    tiles.template store<3>(sums[1][1], kTileRowBytes);
-  }
-}
-
+// Rows of bf16 times values of codes as pairs of bf16.
 template <typename Tiles, typename Codes>
-void multiply_halves_with(const QuantizedTask& task) {
-  const PackedWeight& weight = *task.weight;
-  const PreparedRows& rows = *task.rows;
-  const Codes codes(weight);
-  const std::int64_t num_blocks = weight.num_blocks(), block_words = weight.words() * kPanelOutputs;
-  const float* mins = weight.mins == nullptr ? nullptr : task.scales + task.num_panels * kScaleBlocks * kPanelOutputs;
-  std::memset(task.totals, 0, sizeof(float) * static_cast<std::size_t>(task.num_rows * task.num_panels * kPanelOutputs));
-  Tiles tiles;
-  tiles.configure(kPanelOutputs, std::min<std::int64_t>(kTileHeight, task.num_rows));
-  alignas(64) std::uint32_t values[2][kHalfBlock / 2 * kPanelOutputs];
-  alignas(64) HalfSums sums[2][2];
-  for (std::int64_t first = 0; first < num_blocks; first += kScaleBlocks) {
-    const Blocks blocks = {first, std::min(num_blocks, first + kScaleBlocks)};
-    convert_scales(task, blocks);
-    for (std::int64_t panel = 0; panel < task.num_panels; panel += 2) {
-      const std::int64_t count = std::min<std::int64_t>(2, task.num_panels - panel);
-      const std::uint32_t* from = weight.codes + ((task.first_panel + panel) * num_blocks + first) * block_words;
-      for (std::int64_t block = blocks.first; block < blocks.last; ++block, from += block_words) {
-        for (std::int64_t p = 0; p < count; ++p) {
-          unpack_block(codes, from + p * num_blocks * block_words, weight.words(), values[p]);
-        }
-        tiles.template load<6>(values[0], kTileRowBytes);
-        if (count > 1) tiles.template load<7>(values[1], kTileRowBytes);
-        const std::int64_t of_block = block * rows.most_rows + task.first_row;
-        for (std::int64_t row = 0; row < task.num_rows; row += kTileRowsAtOnce) {
-          const std::int64_t own = std::min(kTileRowsAtOnce, task.num_rows - row);
-          multiply_block(tiles, rows.halves + (of_block + row) * kHalfBlock, own > kTileHeight, count > 1, sums);
-          for (std::int64_t p = 0; p < count; ++p) {
-            const std::int64_t at = ((panel + p) * kScaleBlocks + block - first) * kPanelOutputs;
-            for (int v = 0; v < kPanelVectors; ++v) {
-              const Vector scale = load_vector(task.scales + at + v * kLanes);
-              const Vector minimum = mins == nullptr ? Vector{} : load_vector(mins + at + v * kLanes);
-              float* to = task.totals + (row * task.num_panels + panel + p) * kPanelOutputs + v * kLanes;
-              for (std::int64_t r = 0; r < own; ++r, to += task.num_panels * kPanelOutputs) {
-                const float* sum = sums[r / kTileHeight][p][r % kTileHeight] + v * kLanes;
-                Vector total = load_vector(to) + scale * load_vector(sum);
-                if (mins != nullptr) total += minimum * rows.sums[of_block + row + r];
-                store_as(to, total);
-              }
-            }
-          }
-        }
-      }
-    }
+struct HalfProduct {
+  using Sum = float;
+  static constexpr bool kHasSteps = false;
+  static constexpr std::int64_t kUnpackedWords = kHalfBlock / 2 * kPanelOutputs;  // of a block
+  static constexpr std::int64_t input_bytes = kTileHeight * kHalfBlock * 2, weight_bytes = 4 * kUnpackedWords;
+
+  HalfProduct(const PackedWeight& weight, std::int64_t num_rows) : codes(weight), words(weight.words()) {
+    tiles.configure(kPanelOutputs, std::min<std::int64_t>(kTileHeight, num_rows));
   }
-  tiles.release();
+  ~HalfProduct() { tiles.release(); }
+
+  const void* unpacked(const std::uint32_t* from, std::int64_t num_blocks, std::uint32_t* to) const {
+    for (std::int64_t b = 0; b < num_blocks; ++b) unpack_block(codes, from + b * words * kPanelOutputs, words, to + b * kUnpackedWords);
+    return to;
+  }
+
+  template <int kTile>
+  SPECDEC_INLINE void multiply(const char* inputs, const char* weights, TileSums<float>& sums) {
+    constexpr int kInputs = 4 + kTile % 2, kWeights = 6 + kTile % 2;
+    tiles.template zero<kTile>();
+    tiles.template load<kInputs>(inputs, kHalfBlock * 2);
+    tiles.template load<kWeights>(weights, kTileRowBytes);
+    tiles.template multiply_add<kTile, kInputs, kWeights>();
+    tiles.template store<kTile>(sums, kTileRowBytes);
+  }
+
+  SPECDEC_INLINE static Vector load(const float* sums) { return load_vector(sums); }
+
+  const Codes codes;
+  const std::int64_t words;
+  Tiles tiles;
+};
+
+template <typename Codes>
+void multiply_halves_with(const QuantizedTask& task) {
+  HalfProduct<SPECDEC_TILES, Codes> product(*task.weight, task.num_rows);
+  multiply_on_tiles(task, product, task.rows->halves);
 }
 
 #ifdef SPECDEC_INTEGER_TILES
@@ -166,7 +127,7 @@ struct FlushToZero {};
 
 void multiply_halves(const QuantizedTask& task) {
   [[maybe_unused]] const FlushToZero flush;
-  if (task.weight->kind == CodeKind::kInt8) return multiply_halves_with<SPECDEC_TILES, Int8Codes>(task);
-  if (task.weight->kind == CodeKind::kFloat8) return multiply_halves_with<SPECDEC_TILES, Float8Codes>(task);
-  multiply_halves_with<SPECDEC_TILES, HalfTable>(task);
+  if (task.weight->kind == CodeKind::kInt8) return multiply_halves_with<Int8Codes>(task);
+  if (task.weight->kind == CodeKind::kFloat8) return multiply_halves_with<Float8Codes>(task);
+  multiply_halves_with<HalfTable>(task);
 }

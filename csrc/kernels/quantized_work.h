@@ -10,27 +10,27 @@ namespace specdec {
 
 constexpr std::int64_t kMostPanels = 4;       // panels that a kernel multiplies at a time
 constexpr std::int64_t kScaleBlocks = 64;     // blocks whose scales are converted at a time; their codes stay in a cache
-constexpr std::int64_t kPassRows = 48;        // rows that are multiplied with them meanwhile
-constexpr std::int64_t kPreparedRows = 192;   // rows that are prepared at a time, a multiple of kPassRows
+constexpr std::int64_t kPassRows = 48;        // rows that vectors multiply with them meanwhile
+constexpr std::int64_t kPreparedRows = 192;   // rows that are prepared at a time, and those that tiles multiply meanwhile
 
-// Rows as the kernels read them. Inputs after the last one are zeros.
+// Rows as the kernels read them. Inputs after the last one are zeros. Vectors read [rows, blocks, ...]; tiles read
+// [tiles, blocks, 16, ...], because a tile's rows lie together.
 struct PreparedRows {
   std::int64_t num_rows;
   std::int64_t padded;           // inputs of a row, a multiple of the block size
-  const float* numbers;          // [num_rows, padded], unless rows are rounded or stay bf16
-  const std::uint16_t* halves;   // [blocks, most rows, block size], if they stay bf16
-  const std::int8_t* whole;      // [num_rows, padded], if they are; or [blocks, most rows, block size]
-  const float* steps;            // [num_rows, blocks], or [blocks, most rows]: what a whole number stands for
+  const float* numbers;          // block_size for each row and block, unless rows are rounded or stay bf16
+  const std::uint16_t* halves;   // the same, if they stay bf16, for tiles
+  const std::int8_t* whole;      // the same, if they are rounded
+  const float* steps;            // one for each row and block: what a whole number stands for
   const std::int32_t* offsets;   // the same: what is added to the sums of codes without a sign
   const float* sums;             // the same: of a block's inputs
-  std::int64_t most_rows;        // for which there is memory; a multiple of a tile's where blocks come first
 };
 
 // What a thread computes: the outputs of some panels for some rows.
 struct QuantizedTask {
   const PackedWeight* weight;
   const PreparedRows* rows;
-  std::int64_t first_row, num_rows;      // at most kPassRows
+  std::int64_t first_row, num_rows;      // at most kPassRows, for tiles kPreparedRows
   std::int64_t first_panel, num_panels;  // at most kMostPanels
   float* totals;                         // [num_rows, num_panels, kPanelOutputs]
   float* scales;                         // memory for [2, num_panels, kScaleBlocks, kPanelOutputs]
@@ -44,13 +44,15 @@ struct QuantizedCode {
   void (*multiply_flushed)(const QuantizedTask&);  // the same bits from numbers, faster for few rows; or null
   void (*multiply_whole)(const QuantizedTask&);  // weights times whole numbers
   int (*offset_of)(const PackedWeight&);         // what multiply_whole adds to values, to have no sign
-  bool by_block;                                 // whether multiply_whole reads rows block by block
+  bool whole_tiles;                              // whether multiply_whole reads rows as tiles do
 };
 
 // The code of one instruction set, by the number of rows: with tiles, 16 rows take as long as one.
 struct QuantizedVersion {
   const QuantizedCode *numbers, *few_whole, *many_whole;
-  std::int64_t half_rows = 0, whole_rows = 0;  // from so many rows on, tiles are faster
+  std::int64_t half_rows = 0, table_rows = 0, whole_rows = 0;  // from so many rows on, tiles are faster
+
+  std::int64_t least_half_rows(CodeKind kind) const { return kind == CodeKind::kTable ? table_rows : half_rows; }
 
   const QuantizedCode& of(bool rounds_rows, std::int64_t num_rows) const {
     return *(!rounds_rows ? numbers : num_rows < whole_rows ? few_whole : many_whole);

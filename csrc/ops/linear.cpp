@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <memory>
 
 #include "kernels/amx_tiles.h"
 #include "kernels/linear_work.h"
 #include "kernels/multiversion.h"
 #include "kernels/versions.h"
+#include "ops/buffer.h"
 #include "ops/linear_driver.h"
 
 namespace specdec {
@@ -28,18 +28,6 @@ std::vector<Versions<const LinearPlans*>::Version> usable() {
 }
 
 Versions<const LinearPlans*> versions("linear", usable());
-
-constexpr std::int64_t kAlignment = 64;
-
-// `size` bytes, aligned to the largest vector.
-class Buffer {
- public:
-  explicit Buffer(std::int64_t size) : bytes_(new char[static_cast<std::size_t>(size + kAlignment)]) {}
-  char* get() const { return bytes_.get() + (-reinterpret_cast<std::intptr_t>(bytes_.get()) & (kAlignment - 1)); }
-
- private:
-  std::unique_ptr<char[]> bytes_;
-};
 
 std::int64_t quotient(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -72,7 +60,7 @@ std::int64_t blocks_of_pass(const LinearPlan& plan, std::int64_t num_rows) {
   return quotient(num_blocks, quotient(num_blocks, plan.most_blocks));
 }
 
-std::int64_t buffer_bytes_of(const LinearPlan& plan) { return quotient(plan.buffer_bytes, kAlignment) * kAlignment; }
+std::int64_t buffer_bytes_of(const LinearPlan& plan) { return quotient(plan.buffer_bytes, Buffer::kAlignment) * Buffer::kAlignment; }
 
 }  // namespace
 
@@ -80,7 +68,7 @@ std::int64_t bytes_by_plan(const LinearArgs& args, LinearPlanner planner) {
   if (args.num_rows == 0 || args.out_features == 0) return 0;
   const LinearPlan plan = planner(args);
   const std::int64_t inputs = blocks_of_pass(plan, args.num_rows) * plan.block_bytes;
-  return inputs + buffer_bytes_of(plan) * args.num_threads + 2 * kAlignment;
+  return inputs + buffer_bytes_of(plan) * args.num_threads + 2 * Buffer::kAlignment;
 }
 
 void linear_by_plan(const LinearArgs& args, LinearPlanner planner) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -12,6 +11,7 @@
 #include "kernels/multiversion.h"
 #include "kernels/quantized_work.h"
 #include "kernels/versions.h"
+#include "ops/buffer.h"
 
 namespace specdec {
 namespace {
@@ -23,13 +23,14 @@ std::vector<Versions<QuantizedVersion>::Version> usable() {
 #ifdef SPECDEC_X86_64_LEVELS
   const QuantizedCode *v3 = &quantized_x86_64_v3::kCode, *v4 = &quantized_x86_64_v4::kCode;
   const QuantizedCode *vnni = &quantized_avx512_vnni::kCode, *amx = &quantized_amx::kTileCode;
-  constexpr std::int64_t kHalfRows = 6, kWholeRows = 24;  // measured: from so many rows on, tiles are faster
+  // Measured: from so many rows on, tiles are faster; later where a look-up does not make the operands of tiles.
+  constexpr std::int64_t kHalfRows = 6, kTableRows = 3, kWholeRows = 7;
   if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", {v3, v3, v3}});
   if (__builtin_cpu_supports("x86-64-v4")) {
     usable.push_back({"x86-64-v4", {v4, v3, v3}});  // without VNNI, 512 bits lack an instruction that 256 bits have
     if (__builtin_cpu_supports("avx512vnni")) {
       usable.push_back({"avx512-vnni", {v4, vnni, vnni}});
-      if (__builtin_cpu_supports("amx-int8") && permitted_amx()) usable.push_back({"amx", {amx, vnni, amx, kHalfRows, kWholeRows}});
+      if (__builtin_cpu_supports("amx-int8") && permitted_amx()) usable.push_back({"amx", {amx, vnni, amx, kHalfRows, kTableRows, kWholeRows}});
     }
   }
 #endif
@@ -40,12 +41,32 @@ Versions<QuantizedVersion> versions("quantized_linear", usable());
 
 constexpr float kLeastRounded = 0x1p-100f;  // LEAST_ROUNDED in specdec_fast/ops/quantized_linear.py
 
+// `size` elements in memory of their own; none if it is 0.
+template <typename Element>
+class Array {
+ public:
+  explicit Array(std::int64_t size) : buffer_(size * static_cast<std::int64_t>(sizeof(Element))) {}
+  Element* data() const { return reinterpret_cast<Element*>(buffer_.get()); }
+
+ private:
+  Buffer buffer_;
+};
+
 // The memory of prepared rows.
 struct RowMemory {
-  std::vector<std::uint16_t> halves;
-  std::vector<float> numbers, steps, sums;
-  std::vector<std::int8_t> whole;
-  std::vector<std::int32_t> offsets;
+  RowMemory(std::int64_t rows, const PackedWeight& weight, bool stays_half)
+      : halves(stays_half ? rows * weight.padded() : 0),
+        numbers(weight.rounds_rows || stays_half ? 0 : rows * weight.padded()),
+        whole(weight.rounds_rows ? rows * weight.padded() : 0),
+        steps(weight.rounds_rows ? rows * weight.num_blocks() : 0),
+        sums(rows * weight.num_blocks()),
+        offsets(weight.rounds_rows ? rows * weight.num_blocks() : 0) {}
+
+  Array<std::uint16_t> halves;
+  Array<float> numbers;
+  Array<std::int8_t> whole;
+  Array<float> steps, sums;
+  Array<std::int32_t> offsets;
 };
 
 // Rounds a block to whole numbers, and returns what one of them stands for: NaN if a number is not finite. Overwrites the
@@ -82,24 +103,10 @@ class Rows {
   // `stays_half`: whether rows of bf16 are multiplied as they are.
   Rows(const QuantizedLinearArgs& args, const QuantizedCode& code, bool stays_half)
       : args_(args),
-        by_block_(args.weight.rounds_rows && code.by_block),
+        by_tile_(stays_half || (args.weight.rounds_rows && code.whole_tiles)),
         stays_half_(stays_half),
-        offset_(args.weight.rounds_rows ? code.offset_of(args.weight) : 0) {
-    const PackedWeight& weight = args.weight;
-    most_rows_ = by_block_ || stays_half_ ? most_rows(args.num_rows) : std::min(args.num_rows, kPreparedRows);
-    padded_ = weight.num_blocks() * weight.block_size;
-    const auto numbers = static_cast<std::size_t>(most_rows_ * padded_);
-    const auto blocks = static_cast<std::size_t>(most_rows_ * weight.num_blocks());
-    memory_.sums.resize(blocks);
-    if (!weight.rounds_rows) {
-      memory_.numbers.resize(stays_half_ ? 0 : numbers);
-      memory_.halves.resize(stays_half_ ? numbers : 0);
-      return;
-    }
-    memory_.whole.resize(numbers);
-    memory_.steps.resize(blocks);
-    memory_.offsets.resize(blocks);
-  }
+        offset_(args.weight.rounds_rows ? code.offset_of(args.weight) : 0),
+        memory_(by_tile_ ? most_rows(args.num_rows) : std::min(args.num_rows, kPreparedRows), args.weight, stays_half) {}
 
   // Rows for which there is memory where tiles read them: 16 at a time, whatever their number.
   static std::int64_t most_rows(std::int64_t num_rows) {
@@ -114,70 +121,85 @@ class Rows {
     if (stays_half_) copy_halves(from, to);
     if (stays_half_ && weight.mins == nullptr) return;
     const bool is_kept = !weight.rounds_rows && !stays_half_;
-    std::vector<float> own(is_kept ? 0 : static_cast<std::size_t>(padded_));
-    float* numbers = is_kept ? memory_.numbers.data() + to * padded_ : own.data();
+    const Array<float> own(is_kept ? 0 : weight.padded());
+    float* numbers = is_kept ? memory_.numbers.data() + to * weight.padded() : own.data();
     widen_all(args_.dtype, from, numbers, weight.in_features);
-    std::fill(numbers + weight.in_features, numbers + padded_, 0.0f);
+    std::fill(numbers + weight.in_features, numbers + weight.padded(), 0.0f);
     if (!weight.rounds_rows) {
       for (std::int64_t block = 0; weight.mins != nullptr && block < blocks; ++block) {
-        const std::int64_t at = stays_half_ ? block * most_rows_ + to : to * blocks + block;
-        memory_.sums[at] = std::accumulate(numbers + block * size, numbers + (block + 1) * size, 0.0f);
+        memory_.sums.data()[place(to, block)] = std::accumulate(numbers + block * size, numbers + (block + 1) * size, 0.0f);
       }
       return;
     }
     for (std::int64_t block = 0; block < blocks; ++block) {
-      const std::int64_t at = by_block_ ? block * most_rows_ + to : to * blocks + block;
+      const std::int64_t at = place(to, block);
       std::int32_t sum;
       const float step = round_block(numbers + block * size, size, memory_.whole.data() + at * size, &sum);
-      memory_.steps[at] = step;
-      memory_.sums[at] = step * static_cast<float>(sum);
-      memory_.offsets[at] = -offset_ * sum;
+      memory_.steps.data()[at] = step;
+      memory_.sums.data()[at] = step * static_cast<float>(sum);
+      memory_.offsets.data()[at] = -offset_ * sum;
     }
   }
 
   PreparedRows prepared(std::int64_t num_rows) const {
-    return {num_rows, padded_, memory_.numbers.data(), memory_.halves.data(), memory_.whole.data(), memory_.steps.data(), memory_.offsets.data(),
-            memory_.sums.data(), most_rows_};
+    return {num_rows, args_.weight.padded(), memory_.numbers.data(), memory_.halves.data(), memory_.whole.data(),
+            memory_.steps.data(), memory_.offsets.data(), memory_.sums.data()};
   }
 
+  // Rows that are multiplied with a part of the weights while it stays in a cache.
+  std::int64_t pass_rows() const { return by_tile_ ? kPreparedRows : kPassRows; }
+
  private:
+  // Of the blocks of all rows, the place of a row's block.
+  std::int64_t place(std::int64_t row, std::int64_t block) const {
+    const std::int64_t blocks = args_.weight.num_blocks();
+    if (!by_tile_) return row * blocks + block;
+    return (row / kTileHeight * blocks + block) * kTileHeight + row % kTileHeight;
+  }
+
   void copy_halves(const char* from, std::int64_t to) {
     const std::int64_t size = args_.weight.block_size, in_features = args_.weight.in_features;
-    for (std::int64_t block = 0; block * size < in_features; ++block) {  // what follows the last input stays zero
-      std::memcpy(memory_.halves.data() + (block * most_rows_ + to) * size, from + block * size * 2,
-                  static_cast<std::size_t>(std::min(size, in_features - block * size)) * 2);
+    for (std::int64_t block = 0; block * size < in_features; ++block) {
+      std::uint16_t* halves = memory_.halves.data() + place(to, block) * size;
+      const std::int64_t count = std::min(size, in_features - block * size);
+      std::memcpy(halves, from + block * size * 2, static_cast<std::size_t>(count) * 2);
+      std::fill(halves + count, halves + size, std::uint16_t{0});
     }
   }
 
   const QuantizedLinearArgs& args_;
-  bool by_block_, stays_half_;
+  bool by_tile_, stays_half_;
   int offset_;
-  std::int64_t padded_ = 0, most_rows_ = 0;
   RowMemory memory_;
 };
 
-constexpr std::int64_t kTotals = kPassRows * kMostPanels * kPanelOutputs;
+constexpr std::int64_t kTotals = kPreparedRows * kMostPanels * kPanelOutputs;
 constexpr std::int64_t kScales = 2 * kMostPanels * kScaleBlocks * kPanelOutputs;
+
+// Tiles and vectors make NaNs of other bits, and zeros of other signs: a bias of 0 makes every zero positive.
+SPECDEC_MULTIVERSION
+void add_bias(float* __restrict totals, const float* __restrict bias, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float total = totals[i] + bias[i];
+    totals[i] = total == total ? total : std::numeric_limits<float>::quiet_NaN();
+  }
+}
 
 // Computes the outputs of some panels for the prepared rows, which begin at row `first` of the call.
 void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, std::int64_t first, std::int64_t first_panel,
-                    std::int64_t num_panels, void (*multiply)(const QuantizedTask&), float* memory) {
+                    std::int64_t num_panels, std::int64_t pass_rows, void (*multiply)(const QuantizedTask&), float* memory) {
   const PackedWeight& weight = args.weight;
   const std::int64_t output = first_panel * kPanelOutputs;
   const std::int64_t count = std::min(num_panels * kPanelOutputs, weight.out_features - output);
   float bias[kMostPanels * kPanelOutputs] = {};
   if (args.bias != nullptr) widen_all(args.dtype, static_cast<const char*>(args.bias) + output * item_size(args.dtype), bias, count);
-  for (std::int64_t row = 0; row < rows.num_rows; row += kPassRows) {
-    const QuantizedTask task{&weight, &rows, row, std::min(kPassRows, rows.num_rows - row), first_panel, num_panels,
+  for (std::int64_t row = 0; row < rows.num_rows; row += pass_rows) {
+    const QuantizedTask task{&weight, &rows, row, std::min(pass_rows, rows.num_rows - row), first_panel, num_panels,
                              memory, memory + kTotals};
     multiply(task);
     for (std::int64_t r = 0; r < task.num_rows; ++r) {
       float* totals = task.totals + r * num_panels * kPanelOutputs;
-      for (std::int64_t i = 0; args.bias != nullptr && i < count; ++i) totals[i] += bias[i];
-      // Tiles and vectors make NaNs of other bits, and zeros of other signs: adding 0 makes every zero positive.
-      for (std::int64_t i = 0; i < count; ++i) {
-        totals[i] = totals[i] == totals[i] ? totals[i] + 0.0f : std::numeric_limits<float>::quiet_NaN();
-      }
+      add_bias(totals, bias, count);
       char* out = static_cast<char*>(args.out) + ((first + row + r) * weight.out_features + output) * item_size(args.dtype);
       narrow_all(args.dtype, totals, out, count);
     }
@@ -199,7 +221,7 @@ void quantized_linear(const QuantizedLinearArgs& args) {
   const QuantizedVersion& version = versions.chosen();
   const QuantizedCode& code = version.of(weight.rounds_rows, args.num_rows);
   const bool takes_halves = !weight.rounds_rows && code.takes_halves != nullptr && code.takes_halves(weight, args.dtype);
-  const bool stays_half = takes_halves && (code.multiply_flushed == nullptr || args.num_rows >= version.half_rows);
+  const bool stays_half = takes_halves && (code.multiply_flushed == nullptr || args.num_rows >= version.least_half_rows(weight.kind));
   Rows rows(args, code, stays_half);
   const auto multiply = weight.rounds_rows ? code.multiply_whole
                         : stays_half       ? code.multiply_halves
@@ -209,8 +231,7 @@ void quantized_linear(const QuantizedLinearArgs& args) {
   const bool worth_threads = args.num_rows * weight.in_features * weight.out_features > (1 << 18);
   const int num_threads = worth_threads ? args.num_threads : 1;
   const std::int64_t granules = (weight.num_panels() + kMostPanels - 1) / kMostPanels;
-  // Not a vector, which would fill what every task writes before it reads.
-  const std::unique_ptr<float[]> memory(new float[static_cast<std::size_t>((kTotals + kScales) * num_threads)]);
+  const Array<float> memory((kTotals + kScales) * num_threads);
   for (std::int64_t first = 0; first < args.num_rows; first += kPreparedRows) {
     const std::int64_t num_rows = std::min(kPreparedRows, args.num_rows - first);
     const PreparedRows prepared = rows.prepared(num_rows);
@@ -223,7 +244,7 @@ void quantized_linear(const QuantizedLinearArgs& args) {
         const std::int64_t end = granules * (part + 1) / num_threads;
         for (std::int64_t granule = granules * part / num_threads; granule < end; ++granule) {
           const std::int64_t panel = granule * kMostPanels, count = std::min(kMostPanels, weight.num_panels() - panel);
-          compute_panels(args, prepared, first, panel, count, multiply, memory.get() + part * (kTotals + kScales));
+          compute_panels(args, prepared, first, panel, count, rows.pass_rows(), multiply, memory.data() + part * (kTotals + kScales));
         }
       }
     }

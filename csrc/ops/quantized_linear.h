@@ -28,6 +28,7 @@ struct PackedWeight {
 
   std::int64_t num_panels() const { return (out_features + kPanelOutputs - 1) / kPanelOutputs; }
   std::int64_t num_blocks() const { return (in_features + block_size - 1) / block_size; }
+  std::int64_t padded() const { return num_blocks() * block_size; }  // inputs of a row, with zeros after the last one
   std::int64_t num_groups() const { return (in_features + group_size - 1) / group_size; }
   std::int64_t codes_bytes() const { return num_panels() * num_blocks() * words() * kPanelOutputs * 4; }
   std::int64_t words() const { return block_size / (kind == CodeKind::kTable ? 8 : 4); }  // of a block, for each output
