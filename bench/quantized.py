@@ -1,8 +1,14 @@
-"""Plain decoding with quantised weights, and ``draft="self"``, beside the weights as loaded: interleaved, one process.
+"""Plain decoding with quantised weights, ``draft="self"``, and other libraries' quantised files, in one process.
+
+Every setting decodes the same prompts twice in a repeat: one token for each prompt, which is the time of the prompts,
+and ``--max-new-tokens``, whose further time is that of decoding. Repeats are interleaved.
 
 Shapes are those of published models with random weights (``--pair``). Their drafts would agree less than those of a
 trained model, so ``self`` replays a chosen acceptance: of every draft token, the probability that it is the target's
-own. Every setting's tokens must be those of plain decoding with its own weights at batch 1.
+own. Every setting's tokens must be those of plain decoding with its own weights at batch 1; a library's need not.
+
+``--peer-models`` names a folder of ``bench.export_pair`` with the files of other libraries: ``*.gguf`` for llama.cpp,
+``*-openvino*`` for OpenVINO.
 """
 
 from __future__ import annotations
@@ -10,16 +16,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from bench.common import report
 from bench.common.pairs import PAIRS, SEED, random_model, random_prompts
 from bench.common.replay import ReplayDrafter
 from bench.common.timing import median_ratio
+from bench.common.workload import Workload
+from bench.engine_.peers import LlamaCpp, OpenVino
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.commands.common import format_table
 from specdec_fast.quantization.rounding import ROUNDINGS
@@ -27,43 +38,86 @@ from specdec_fast.quantization.rounding import ROUNDINGS
 WHOLE = "as loaded"
 SELF = "self"
 
+Tokens = list[list[int]]
 
-@dataclass(frozen=True)
-class Setting:
-    """One engine: how weights are kept, and what drafts."""
 
-    quantization: str | None
-    draft: str | None
-    batch_size: int
-    num_draft_tokens: int = 0
+class Decoder(Protocol):
+    """What decodes prompts, all in one batch."""
+
+    def __call__(self, workload: Workload) -> tuple[Tokens, float]:
+        """Return the tokens of each prompt, and the seconds."""
+
+
+class Ours:
+    """An engine; its weights may be quantised, its draft may be ``"self"``."""
+
+    def __init__(self, model: PreTrainedModel, quantization: str | None, num_draft_tokens: int, most: int) -> None:
+        self.engine = Engine(
+            model,
+            SELF if num_draft_tokens else None,
+            max_batch_size=most,
+            quantization=quantization,
+            num_draft_tokens=num_draft_tokens,
+        )
+
+    def __call__(self, workload: Workload) -> tuple[Tokens, float]:
+        """Decode."""
+        params = SamplingParams(max_new_tokens=workload.max_new_tokens, ignore_eos=True)
+        started = perf_counter()
+        outputs = self.engine.generate(workload.prompts, params, progress=False)
+        seconds = perf_counter() - started
+        return [output.raise_for_error().token_ids for output in outputs], seconds
+
+    def one_by_one(self, workload: Workload) -> Tokens:
+        """Decode plainly, every prompt alone."""
+        alone = [replace(workload, prompts=[prompt]) for prompt in workload.prompts]
+        return [self(each)[0][0] for each in alone]
+
+    def replays(self, wanted: Tokens, acceptance: float, vocab_size: int) -> None:
+        """Let the drafter propose the target's own tokens, each with a probability."""
+        core = self.engine.core
+        core.drafter = ReplayDrafter(core.drafter, wanted, acceptance, vocab_size, self.engine.target.layout.device)
 
     @property
-    def name(self) -> str:
-        """Its name in the table."""
-        kept = self.quantization or WHOLE
-        return kept if self.draft is None else f"{kept}, {self.draft}, K {self.num_draft_tokens}"
+    def linear_bytes(self) -> int:
+        """The bytes of its linears."""
+        return sum(self.engine.describe()["linear_bytes"].values())
+
+
+class Peer:
+    """Another library's model."""
+
+    def __init__(self, run: OpenVino | LlamaCpp, file: Path) -> None:
+        self._run = run
+        self.linear_bytes = sum(each.stat().st_size for each in ([file] if file.is_file() else file.glob("*.bin")))
+
+    def __call__(self, workload: Workload) -> tuple[Tokens, float]:
+        """Decode."""
+        self._run.workload = workload
+        found = self._run(len(workload.prompts), None)
+        return found.outputs, found.seconds
 
 
 @dataclass
-class Run:
-    """An engine, and what was measured of it."""
+class Times:
+    """What was measured of one setting at one batch size."""
 
-    engine: Engine
-    prompts: list[list[int]]
-    params: SamplingParams
-    rates: list[float]  # tokens per second after the prompts, one for each repeat
-    prompt_seconds: list[float]
+    name: str
+    workload: Workload
+    decoder: Decoder
+    linear_bytes: int
+    wanted: Tokens | None  # None: its tokens are free
+    rates: list[float] = field(default_factory=list)  # tokens per second after the prompts, one for each repeat
+    prompt_seconds: list[float] = field(default_factory=list)
 
-    def measure(self) -> list[list[int]]:
-        """Decode once; return the tokens."""
-        outputs = self.engine.generate(self.prompts, self.params, progress=False)
-        tokens = [output.raise_for_error().token_ids for output in outputs]
-        seconds = self.engine.last_run.timer.seconds
-        decoding = sum(spent for stage, spent in seconds.items() if stage != "prefill")
-        # the prefill emits the first token of each text
-        self.rates.append((sum(map(len, tokens)) - len(tokens)) / decoding)
-        self.prompt_seconds.append(seconds["prefill"])
-        return tokens
+    def measure(self) -> None:
+        """Decode twice."""
+        _, of_prompts = self.decoder(replace(self.workload, max_new_tokens=1))
+        tokens, seconds = self.decoder(self.workload)
+        if self.wanted is not None and tokens != self.wanted:
+            sys.exit(f"{self.name}, batch {len(tokens)}: other tokens than plain decoding with these weights")
+        self.rates.append((sum(map(len, tokens)) - len(tokens)) / (seconds - of_prompts))
+        self.prompt_seconds.append(of_prompts)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -75,80 +129,80 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=report.integers, default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=33)
     parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("--self-draft-tokens", type=report.integers, default=[4], metavar="K", help="of draft='self'")
+    parser.add_argument("--self-draft-tokens", type=report.integers, default=[4], metavar="K", help="0: without it")
     parser.add_argument("--acceptance", type=float, default=0.94, help="of draft='self' (default: 0.94)")
+    parser.add_argument("--peer-models", type=Path, metavar="FOLDER", help="files of other libraries")
     report.add_report_options(parser)
     parser.set_defaults(repeats=5)
     args = parser.parse_args(argv)
     if unknown := set(args.quantizations) - set(ROUNDINGS):
         parser.error(f"--quantizations: {', '.join(sorted(unknown))}; expected some of {', '.join(ROUNDINGS)}")
+    if args.max_new_tokens < 2 or args.repeats < 1:
+        parser.error("--max-new-tokens: expected 2 or more; --repeats: 1 or more")
     return args
 
 
-def settings_of(args: argparse.Namespace) -> Iterator[Setting]:
-    """Yield every setting; those of plain decoding first."""
-    for batch_size in args.batch_sizes:
-        for quantization in (None, *args.quantizations):
-            yield Setting(quantization, None, batch_size)
-        for count in args.self_draft_tokens:
-            yield Setting(None, SELF, batch_size, count)
-
-
-def runs_of(args: argparse.Namespace) -> dict[Setting, Run]:
-    """Make the engines, and decode once with each; exits if one emits other tokens than plain decoding."""
-    pair = PAIRS[args.pair]
-    model = random_model(pair.target, pair.vocab_size, report.DTYPES[args.dtype], torch.device("cpu"), SEED)
-    prompts = random_prompts(max(args.batch_sizes), args.prompt_tokens, pair.vocab_size)
-    params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    expected: dict[str | None, list[list[int]]] = {}
-    runs = {}
-    for setting in settings_of(args):
-        own = prompts[: setting.batch_size]
-        options: dict[str, Any] = {"quantization": setting.quantization, "num_draft_tokens": setting.num_draft_tokens}
-        engine = Engine(model, setting.draft, max_batch_size=setting.batch_size, method="eqspec", **options)
-        if setting.quantization not in expected:
-            outputs = Engine(model, None, max_batch_size=1, quantization=setting.quantization).generate(prompts, params)
-            expected[setting.quantization] = [output.token_ids for output in outputs]
-        wanted = expected[setting.quantization][: setting.batch_size]
-        if setting.draft is not None:
-            layout = engine.target.layout
-            drafter = engine.core.drafter
-            engine.core.drafter = ReplayDrafter(drafter, wanted, args.acceptance, pair.vocab_size, layout.device)
-        runs[setting] = Run(engine, own, params, [], [])
-        if runs[setting].measure() != wanted:
-            sys.exit(f"{setting.name}, batch {setting.batch_size}: other tokens than plain decoding with these weights")
-        runs[setting].rates.clear()
-        runs[setting].prompt_seconds.clear()
-    return runs
+def settings_of(args: argparse.Namespace, workload: Workload) -> Iterator[tuple[str, Decoder, int, Tokens | None]]:
+    """Yield the name, the decoder, its bytes and its wanted tokens of every setting; the weights as loaded first."""
+    most = len(workload.prompts)
+    wanted_of_whole: Tokens = []
+    for quantization in (None, *args.quantizations):
+        ours = Ours(workload.target, quantization, 0, most)
+        wanted = ours.one_by_one(workload)
+        wanted_of_whole = wanted_of_whole or wanted
+        yield quantization or WHOLE, ours, ours.linear_bytes, wanted
+    for count in filter(None, args.self_draft_tokens):
+        ours = Ours(workload.target, None, count, most)
+        ours.replays(wanted_of_whole, args.acceptance, PAIRS[args.pair].vocab_size)
+        yield f"{WHOLE}, self, K {count}", ours, ours.linear_bytes, wanted_of_whole
+    for file in sorted(args.peer_models.iterdir()) if args.peer_models else ():
+        if file.suffix == ".gguf":
+            peer = Peer(LlamaCpp(workload, args.peer_models, file.name), file)
+            yield f"llama.cpp {file.stem}", peer, peer.linear_bytes, None
+        if "-openvino" in file.name:
+            peer = Peer(OpenVino(workload, args.peer_models, target=file.name), file)
+            yield f"OpenVINO {file.name}", peer, peer.linear_bytes, None
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, end in one JSON line."""
     args = parse_args(argv)
     report.prepare(args)
-    runs = runs_of(args)
-    for _ in range(args.repeats):
-        for run in runs.values():
-            run.measure()
-    rows = [row_of(setting, run, runs[Setting(None, None, setting.batch_size)]) for setting, run in runs.items()]
-    header = ("batch", "weights", "tokens/s", "x as loaded", "prompts, ms", "x as loaded", "linears, MB")
+    pair = PAIRS[args.pair]
+    model = random_model(pair.target, pair.vocab_size, report.DTYPES[args.dtype], torch.device("cpu"), SEED)
+    prompts = random_prompts(max(args.batch_sizes), args.prompt_tokens, pair.vocab_size)
+    workload = Workload(args.pair, model, model, prompts, args.max_new_tokens)
+    times = [
+        Times(name, replace(workload, prompts=prompts[:size]), decoder, held, wanted and wanted[:size])
+        for name, decoder, held, wanted in settings_of(args, workload)
+        for size in args.batch_sizes
+    ]
+    for repeat in range(args.repeats + 1):
+        for each in times:
+            each.measure()
+            if repeat == 0:  # it warms up
+                each.rates.clear()
+                each.prompt_seconds.clear()
+    times.sort(key=lambda each: len(each.workload.prompts))
+    whole = {len(each.workload.prompts): each for each in reversed(times) if each.name == WHOLE}
+    rows = [row_of(each, whole[len(each.workload.prompts)]) for each in times]
+    header = ("batch", "weights", "tokens/s", "x as loaded", "prompts, ms", "x as loaded", "weights, MB")
     print(format_table(header, [tuple(row.values()) for row in map(report.rounded, rows)]))
     machine = report.machine(torch.device("cpu"))
     options = {name: getattr(args, name) for name in ("pair", "dtype", "prompt_tokens", "max_new_tokens", "acceptance")}
     report.write_json({"machine": machine, **options, "repeats": args.repeats, "rows": rows}, args.json)
 
 
-def row_of(setting: Setting, run: Run, whole: Run) -> dict[str, Any]:
+def row_of(times: Times, whole: Times) -> dict[str, Any]:
     """Summarise one setting; ratios above 1 say that it is faster than the weights as they are."""
-    held = sum(run.engine.describe()["linear_bytes"].values())
     return {
-        "batch_size": setting.batch_size,
-        "name": setting.name,
-        "tokens_per_second": median(run.rates),
-        "speedup": median_ratio(run.rates, whole.rates),
-        "prompt_ms": 1e3 * median(run.prompt_seconds),
-        "prompt_speedup": median_ratio(whole.prompt_seconds, run.prompt_seconds),
-        "linear_megabytes": held / 1e6,
+        "batch_size": len(times.workload.prompts),
+        "name": times.name,
+        "tokens_per_second": median(times.rates),
+        "speedup": median_ratio(times.rates, whole.rates),
+        "prompt_ms": 1e3 * median(times.prompt_seconds),
+        "prompt_speedup": median_ratio(whole.prompt_seconds, times.prompt_seconds),
+        "megabytes": times.linear_bytes / 1e6,
     }
 
 

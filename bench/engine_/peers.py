@@ -69,18 +69,24 @@ def transformers_continuous(workload: Workload, models: Path | None) -> Run:
 
 
 class OpenVino:
-    """OpenVINO GenAI's ``ContinuousBatchingPipeline``, with ``batch_size`` requests at a time."""
+    """OpenVINO GenAI's ``ContinuousBatchingPipeline``, with ``batch_size`` requests at a time.
 
-    def __init__(self, workload: Workload, models: Path | None, drafts: bool = False) -> None:
+    ``workload`` may be replaced by one of no more and no longer prompts.
+    """
+
+    def __init__(
+        self, workload: Workload, models: Path | None, drafts: bool = False, target: str = "target-openvino"
+    ) -> None:
         _need("openvino_genai")
-        names = ["target-openvino", *(["draft-openvino"] if drafts else [])]
-        self._workload, self._folders = workload, [_exported(models, name) for name in names]
+        names = [target, *(["draft-openvino"] if drafts else [])]
+        self.workload = workload
+        self._folders = [_exported(models, name) for name in names]
 
     @cached_property
     def _pipeline(self) -> Any:
         import openvino_genai as genai
 
-        workload = self._workload
+        workload = self.workload
         layers = workload.target.config.get_text_config(decoder=True)
         head_dim = getattr(layers, "head_dim", None) or layers.hidden_size // layers.num_attention_heads
         per_token = 4 * layers.num_hidden_layers * layers.num_key_value_heads * head_dim  # bytes, in half precision
@@ -101,13 +107,13 @@ class OpenVino:
         import openvino_genai as genai
 
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.do_sample = self._workload.max_new_tokens, False
-        eos = eos_token_ids(self._workload.target)
+        config.max_new_tokens, config.do_sample = self.workload.max_new_tokens, False
+        eos = eos_token_ids(self.workload.target)
         config.ignore_eos = not eos
         config.stop_token_ids = set(eos)
         if isinstance(num_draft_tokens, int):
             config.num_assistant_tokens = num_draft_tokens
-        pipeline, prompts = self._pipeline, [openvino.Tensor(np.array([p])) for p in self._workload.prompts]
+        pipeline, prompts = self._pipeline, [openvino.Tensor(np.array([p])) for p in self.workload.prompts]
         outputs: list[list[int]] = [[] for _ in prompts]
         latencies, running, num_steps = [0.0] * len(prompts), {}, 0
         waiting = list(range(len(prompts)))[::-1]
@@ -128,11 +134,15 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """llama.cpp's C library: one ``llama_decode`` computes the newest tokens, or the prompts, of a whole batch."""
+    """llama.cpp's C library: one ``llama_decode`` computes the newest tokens, or the prompts, of a whole batch.
 
-    def __init__(self, workload: Workload, models: Path | None) -> None:
+    ``workload`` may be replaced.
+    """
+
+    def __init__(self, workload: Workload, models: Path | None, target: str = "target.gguf") -> None:
         _need("llama_cpp")
-        self._workload, self._file = workload, _exported(models, "target.gguf")
+        self.workload = workload
+        self._file = _exported(models, target)
 
     @cached_property
     def _model(self) -> Any:
@@ -147,7 +157,7 @@ class LlamaCpp:
         """Decode all prompts."""
         import llama_cpp
 
-        workload = self._workload
+        workload = self.workload
         longest = max(map(len, workload.prompts)) + workload.max_new_tokens
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max, params.n_ctx = batch_size, longest * batch_size
@@ -164,7 +174,7 @@ class LlamaCpp:
     def _decode(self, context: Any, batch_size: int, most_tokens: int) -> Measurement:
         import llama_cpp
 
-        workload, eos = self._workload, eos_token_ids(self._workload.target)
+        workload, eos = self.workload, eos_token_ids(self.workload.target)
         vocab_size = workload.target.config.get_text_config(decoder=True).vocab_size
         outputs: list[list[int]] = [[] for _ in workload.prompts]
         latencies, running, num_steps = (
