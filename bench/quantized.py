@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from tqdm import trange
 from transformers import PreTrainedModel
 
 from bench.common import report
@@ -177,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, decoder, held, wanted in settings_of(args, workload)
         for size in args.batch_sizes
     ]
-    for repeat in range(args.repeats + 1):
+    for repeat in trange(args.repeats + 1, desc="repeats"):
         for each in times:
             each.measure()
             if repeat == 0:  # it warms up
