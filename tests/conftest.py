@@ -8,6 +8,8 @@ import json
 import os
 import signal
 
+gc.disable()  # until all is imported and all tests are collected: nothing of that is garbage
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
 
 import pytest
@@ -26,8 +28,6 @@ from specdec_fast.equivalence.compare import transformers_greedy
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; tests interrupt what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-gc.disable()  # until all tests are collected: nothing of that is garbage
 
 # The same examples in every run, and no limit of time: that would depend on the machine, and on what else it does.
 settings.load_profile("ci")
