@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+from contextlib import nullcontext
 
 gc.disable()  # until all is imported and all tests are collected: nothing of that is garbage
 
@@ -87,6 +88,19 @@ def _torch_settings():
         triton_interpreter.speed_up()
     yield
     gc.unfreeze()  # or libraries report what they hold as leaks
+
+
+# Folders of tests in which every engine records its models: they are about recording, or about kinds of models.
+RECORDING = {"cuda_graphs", "models", "ops", "program"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _recorded_once(request):
+    """The engines of a test file record a model once, as long as it does not change."""
+    from support.recorded_once import recorded_once
+
+    with nullcontext() if request.path.parent.name in RECORDING else recorded_once():
+        yield
 
 
 @pytest.fixture(scope="session")
