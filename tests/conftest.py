@@ -9,23 +9,12 @@ import os
 import signal
 from contextlib import nullcontext
 
-gc.disable()  # until all is imported and all tests are collected: nothing of that is garbage
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
-
 import pytest
-import torch
 from hypothesis import settings
 
-if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when they are first imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
-
 from specdec_fast.assets import demo_pair
-from specdec_fast.equivalence.compare import transformers_greedy
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; tests interrupt what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +23,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 settings.load_profile("ci")
 
 pytest.register_assert_rewrite("support")  # before anything of it is imported
+
+
+def pytest_configure(config):
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # the process of pytest-xdist that starts the others imports neither torch nor tests
+    gc.disable()  # until all is imported and all tests are collected: nothing of that is garbage
+    import torch
+
+    if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+        # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when first imported.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 NUM_LEFT = pytest.StashKey[int]()
@@ -75,6 +75,9 @@ def _torch_settings():
     Uninitialised memory is filled with NaN or the largest integer, so reading any is noticed. The garbage collector
     does not look at what is imported: that takes 0.2 s each time.
     """
+    import torch
+    from transformers.utils import logging
+
     gc.freeze()
     gc.enable()
     logging.set_verbosity_error()
@@ -116,16 +119,24 @@ def compiler(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def target():
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(demo_pair() / "target", dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
 def draft():
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(demo_pair() / "draft", dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(demo_pair() / "target")
 
 
@@ -149,6 +160,7 @@ def prompt_ids(prompts, tokenizer):
 @pytest.fixture(scope="session")
 def expected(target, prompt_ids):
     """What ``transformers.generate`` emits for each of ``prompt_ids`` at batch 1, greedily."""
+    from specdec_fast.equivalence.compare import transformers_greedy
     from support.demo import MAX_NEW_TOKENS
 
     return [transformers_greedy(target, ids, MAX_NEW_TOKENS) for ids in prompt_ids]
