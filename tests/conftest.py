@@ -7,32 +7,33 @@ import importlib.util
 import json
 import os
 import signal
+from contextlib import nullcontext
+
+import pytest
+from hypothesis import settings
+
+from specdec_fast.assets import demo_pair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use a model hub
 
-import pytest
-import torch
-from hypothesis import settings
-
-if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when they are first imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
-
-from specdec_fast.assets import demo_pair
-from specdec_fast.equivalence.compare import transformers_greedy
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; tests interrupt what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-gc.disable()  # until all tests are collected: nothing of that is garbage
 
 # The same examples in every run, and no limit of time: that would depend on the machine, and on what else it does.
 settings.load_profile("ci")
 
 pytest.register_assert_rewrite("support")  # before anything of it is imported
+
+
+def pytest_configure(config):
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # the process of pytest-xdist that starts the others imports neither torch nor tests
+    gc.disable()  # until all is imported and all tests are collected: nothing of that is garbage
+    import torch
+
+    if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+        # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when first imported.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 NUM_LEFT = pytest.StashKey[int]()
@@ -74,6 +75,9 @@ def _torch_settings():
     Uninitialised memory is filled with NaN or the largest integer, so reading any is noticed. The garbage collector
     does not look at what is imported: that takes 0.2 s each time.
     """
+    import torch
+    from transformers.utils import logging
+
     gc.freeze()
     gc.enable()
     logging.set_verbosity_error()
@@ -89,6 +93,19 @@ def _torch_settings():
     gc.unfreeze()  # or libraries report what they hold as leaks
 
 
+# Folders of tests in which every engine records its models: they are about recording, or about kinds of models.
+RECORDING = {"cuda_graphs", "models", "ops", "program"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _recorded_once(request):
+    """The engines of a test file record a model once, as long as it does not change."""
+    from support.recorded_once import recorded_once
+
+    with nullcontext() if request.path.parent.name in RECORDING else recorded_once():
+        yield
+
+
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory):
     """Triton's compiler, in a process that imports it once."""
@@ -102,16 +119,24 @@ def compiler(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def target():
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(demo_pair() / "target", dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
 def draft():
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(demo_pair() / "draft", dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(demo_pair() / "target")
 
 
@@ -135,6 +160,7 @@ def prompt_ids(prompts, tokenizer):
 @pytest.fixture(scope="session")
 def expected(target, prompt_ids):
     """What ``transformers.generate`` emits for each of ``prompt_ids`` at batch 1, greedily."""
+    from specdec_fast.equivalence.compare import transformers_greedy
     from support.demo import MAX_NEW_TOKENS
 
     return [transformers_greedy(target, ids, MAX_NEW_TOKENS) for ids in prompt_ids]

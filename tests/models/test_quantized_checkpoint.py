@@ -18,6 +18,7 @@ from specdec_fast.models.quantized_linears import QuantizedLinear, quantized_lin
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.checkpoint_codes import CONFIGS, write_with_codes
+from support.grids import grid
 from support.models import TINY_GROUPED, VOCAB_SIZE
 
 SIZES = {**TINY_GROUPED, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -67,7 +68,7 @@ def test_logits_are_those_of_the_weights_in_fp64(name, written):
     assert (found - expected).abs().max() <= 4 * rounding
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", grid(list(CONFIGS), keep=["int4", "fp8-blocks", "gptq-act-order", "awq"]))
 def test_speculation_gives_the_tokens_of_plain_decoding(name, written, tmp_path):
     """In a forward program, act-order included. The draft has the same weights in bf16, so most of its tokens agree."""
     folder, exact = written(name)

@@ -263,6 +263,7 @@ def test_modules_say_what_they_are():
     assert rounded_copy(quantized, "int4-a8") is quantized, "a model that is quantised already stays as it is"
 
 
+@each_value_once
 @pytest.mark.parametrize("name", grid(list(MIXTURES), keep=list(MIXTURES)[1::4]))
 @pytest.mark.parametrize("quantization", ["int4", "int8-a8"])
 def test_experts_are_rounded_as_well(name, quantization):

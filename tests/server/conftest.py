@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 import specdec_fast as sd
+from specdec_fast.commands import serve
 from specdec_fast.sampling_params import OPENAI_DEFAULTS
 from specdec_fast.server.app import create_app
 from support.chats import chat_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _without_full_collections(monkeypatch):
+    """The command collects garbage, and lets later collections look at all of torch; each takes half a second."""
+    monkeypatch.setattr(serve, "_not_collected", nullcontext)
 
 
 @pytest.fixture(scope="module")

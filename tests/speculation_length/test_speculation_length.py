@@ -77,7 +77,7 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (1, 9, 30, 5, 17)]
     checked = CheckedEngine(engine)
-    checked.generate(prompts, sd.SamplingParams(max_new_tokens=70))
+    checked.generate(prompts, sd.SamplingParams(max_new_tokens=45))
     assert 9 < max(rows) <= largest, "the lag was fed in no larger forwards"
     records = lengths.records
     assert any(len(set(r.limits)) > 1 for r in records), "K was not ragged"

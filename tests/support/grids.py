@@ -59,12 +59,12 @@ def mark_what_is_covered(items: list[Any]) -> None:
     for item in items:
         if item.get_closest_marker("each_value_once") and not item.get_closest_marker("grid"):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for left in tests.values():
-        missing = {value for item in left for value in _values(item)}
+    for items_of_test in tests.values():
+        left = {item: _values(item) for item in items_of_test}
+        missing = set().union(*left.values())
         while missing:
-            chosen = max(left, key=lambda item: len(missing & _values(item)))
-            left.remove(chosen)
-            missing -= _values(chosen)
+            chosen = max(left, key=lambda item: len(missing & left[item]))
+            missing -= left.pop(chosen)
         for item in left:
             item.add_marker(pytest.mark.grid)
 
