@@ -65,7 +65,7 @@ class EngineConfig:
             ``"int8-a8"`` or ``"int4-a8"``, the rows that are multiplied with them are rounded to 8 bits as well, which
             is faster for several rows. Outputs are those of plain decoding with these weights. None: as loaded. See
             ``docs/quantization.md``.
-        draft_quantization: the same for a draft model.
+        draft_quantization: the same for a draft model. With another drafter, or none, the engine refuses it.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
         deterministic: give every row the same bits in every batch and engine, in any dtype, at one number of threads.
