@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.parameter_shapes import other_shapes
 from specdec_fast.models.quantized_checkpoint import config_with_codes
-from specdec_fast.models.rounded_loading import RoundingConfig, can_round_while_loading
-from specdec_fast.models.rounded_models import round_weights, rounded_copy
+from specdec_fast.models.quantized_linears import how_quantised_by
+from specdec_fast.models.rounded_loading import RoundingConfig
+from specdec_fast.models.rounded_models import expect_unquantised, quantised_already, round_weights, rounded_copy
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.sampling_params import eos_ids
 
@@ -43,14 +44,16 @@ def load_model(
     shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
     weights, is in training mode, or is spread over devices; or if a draft is sharded over processes.
     """
+    setting = "draft_quantization" if role == "draft" else "quantization"
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)
         if quantization is None:
             return source
         if is_sharded(source):
             raise ConfigError(
-                f"{role} is sharded over processes, and quantization={quantization!r} rounds whole weights."
+                f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights."
             )
+        expect_unquantised(source, setting, quantization)
         return rounded_copy(source, quantization)
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:
         what = "empty" if isinstance(source, str) else f"a {type(source).__name__}"
@@ -59,12 +62,9 @@ def load_model(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _expect_usable(device)
     if is_gguf(name):
-        model = _from_gguf(name, dtype, device)
-        if quantization is not None:
-            round_weights(model, quantization)
-        return model
+        return _from_gguf(name, dtype, device, setting, quantization)
     try:
-        options = _options_of(name, quantization, device)
+        options = _options_of(name, setting, quantization, device)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
             **options,
@@ -85,29 +85,38 @@ def load_model(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
             "complete checkpoint, or correct its config."
         )
+    return model
+
+
+def _from_gguf(
+    name: str, dtype: torch.dtype | None, device: torch.device, setting: str, quantization: str | None
+) -> PreTrainedModel:
+    from specdec_fast.models.gguf.loading import load_gguf
+    from specdec_fast.quantization.gguf.container import read_gguf
+
+    file = read_gguf(Path(name))
+    if quantization is not None and file.code_types:
+        raise quantised_already(repr(name), " and ".join(file.code_types), setting, quantization)
+    try:
+        model = load_gguf(file, dtype, device)
+    except ConfigError:
+        raise
+    except Exception as error:  # no memory
+        raise ConfigError(f"cannot load {name!r} onto {device}: {why_unreadable(error)}") from error
     if quantization is not None:
         round_weights(model, quantization)
     return model
 
 
-def _from_gguf(name: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    from specdec_fast.models.gguf.loading import load_gguf
-
-    try:
-        return load_gguf(Path(name), dtype, device)
-    except ConfigError:
-        raise
-    except Exception as error:  # no memory
-        raise ConfigError(f"cannot load {name!r} onto {device}: {why_unreadable(error)}") from error
-
-
-def _options_of(name: str, quantization: str | None, device: torch.device) -> dict[str, Any]:
+def _options_of(name: str, setting: str, quantization: str | None, device: torch.device) -> dict[str, Any]:
     """Return the arguments with which transformers loads codes, or rounds weights while it loads them."""
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if quantization is not None and (how := how_quantised_by(config)) is not None:
+        raise quantised_already(repr(name), how, setting, quantization)
     with_codes = config_with_codes(config)
     if with_codes is not None:
         return {"config": with_codes}
-    if quantization is None or not can_round_while_loading(config):
+    if quantization is None:
         return {}
     return {"quantization_config": RoundingConfig(quantization, str(device))}
 

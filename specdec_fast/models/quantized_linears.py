@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.ops import resolve
@@ -152,6 +153,32 @@ def weight_of(module: nn.Module) -> Tensor:
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Return a model's quantised linears by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def how_quantised(model: nn.Module) -> str | None:
+    """Return what a model's weights are quantised as, ``"int4 and int8"`` or ``"bitsandbytes"``; None: they are not."""
+    kinds = sorted({_kind_of(module) for module in model.modules() if isinstance(module, PackedModule)})
+    if kinds:
+        return " and ".join(kinds)
+    if (method := how_quantised_by(getattr(model, "config", None))) is not None:
+        return method
+    weights = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    for weight in weights:
+        is_plain = type(weight) is nn.Parameter or hasattr(weight, "device_mesh")  # that of a sharded one
+        if not is_plain or not weight.is_floating_point():
+            return f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}"
+    return None
+
+
+def how_quantised_by(config: Any) -> str | None:
+    """Return the method that a model's config names, ``"gptq"`` for example; None if it names none."""
+    parts = (config, config.get_text_config(decoder=True)) if isinstance(config, PreTrainedConfig) else ()
+    for part in parts:
+        fields: Any = getattr(part, "quantization_config", None)
+        if fields is not None:
+            method = fields.get("quant_method") if isinstance(fields, dict) else getattr(fields, "quant_method", None)
+            return str(getattr(method, "value", method))
+    return None
 
 
 def bytes_by_kind(model: nn.Module) -> dict[str, int]:

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec_fast.errors import ConfigError
 from specdec_fast.model_watch import replaced_forward
 from specdec_fast.models.experts import computed_by, entry_name, expert_configs, mixtures_of, use_own_function
-from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
+from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, how_quantised
 from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
@@ -165,14 +165,28 @@ class _ReadWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def expect_unquantised(model: PreTrainedModel, setting: str, quantization: str) -> None:
+    """Raise ConfigError, which names the setting that asks for rounded weights, if a model's are quantised already."""
+    if (how := how_quantised(model)) is not None:
+        raise quantised_already(type(model).__name__, how, setting, quantization)
+
+
+def quantised_already(name: str, how: str, setting: str, quantization: str) -> ConfigError:
+    """Return the error of a model whose weights are asked to be rounded, and are quantised already as ``how`` says."""
+    return ConfigError(
+        f"{setting}={quantization!r} rounds weights, and those of {name} are quantised already ({how}); leave it out, "
+        "or pass a model in bf16, fp16 or fp32."
+    )
+
+
 def round_weights(model: PreTrainedModel, quantization: str) -> None:
     """Replace a model's linears and experts by rounded ones, one after the other; embeddings and norms stay.
 
-    ``quantization`` is a name in ``ROUNDINGS``. A model whose linears are quantised already stays as it is. Raises
-    ConfigError if a weight has numbers that cannot be rounded, or there is no linear.
+    ``quantization`` is a name in ``ROUNDINGS``. Raises ConfigError if a weight has numbers that cannot be rounded,
+    there is no linear, or weights are quantised already.
     """
-    if not quantized_linears(model):
-        replace_weights(model, quantization, weights_to_round(model, quantization), {})
+    expect_unquantised(model, "quantization", quantization)
+    replace_weights(model, quantization, weights_to_round(model, quantization), {})
 
 
 def replace_weights(
@@ -201,8 +215,7 @@ def replace_weights(
 
 def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
     """Return a copy of a model with weights rounded as by ``round_weights``, which shares all other tensors with it."""
-    if quantized_linears(model):
-        return model
+    expect_unquantised(model, "quantization", quantization)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     with _as_loaded(model):
         own = copy.deepcopy(model, shared)
@@ -211,8 +224,12 @@ def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
 
 
 def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:
-    """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights."""
-    weights = [] if quantized_linears(model) else weights_to_round(model, quantization)
+    """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights.
+
+    Raises ConfigError if weights are quantised already.
+    """
+    expect_unquantised(model, "quantization", quantization)
+    weights = weights_to_round(model, quantization)
     replaced = {(each.module, each.attribute) for each in weights}
     kept = [
         tensor

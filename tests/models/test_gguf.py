@@ -17,6 +17,7 @@ from specdec_fast.cli import main
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.gguf.config import model_config
 from specdec_fast.models.gguf.loading import load_gguf
+from specdec_fast.quantization.gguf.container import read_gguf
 from specdec_fast.models.loading import eos_token_ids, load_model
 from specdec_fast.models.quantized_linears import QuantizedLinear, bytes_by_kind
 from specdec_fast.planner.checkpoint import checkpoint_sizes
@@ -102,7 +103,7 @@ def small(tmp_path):
 @torch.inference_mode()
 def test_logits_are_those_of_the_dequantised_weights(written):
     """Compared in fp64, the error is at most twice that of transformers in fp32 with the dequantised weights."""
-    model = load_gguf(written.path, torch.float32, CPU)
+    model = load_gguf(read_gguf(written.path), torch.float32, CPU)
     tokens = torch.arange(40)[None] * 7 % 96
     expected = written.reference(tokens).logits
     in_fp32 = type(model)(written.reference.config).eval()
@@ -113,7 +114,7 @@ def test_logits_are_those_of_the_dequantised_weights(written):
 
 
 def test_codes_are_kept_and_only_embeddings_are_dequantised(written):
-    model = load_gguf(written.path, torch.bfloat16, CPU)
+    model = load_gguf(read_gguf(written.path), torch.bfloat16, CPU)
     weights = written.reference.state_dict()
     quantised = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
     for name, module in quantised.items():
@@ -129,7 +130,7 @@ def test_codes_are_kept_and_only_embeddings_are_dequantised(written):
 
 def test_the_plan_knows_the_bytes_without_reading_weights(written):
     sizes = checkpoint_sizes(written.path, None)
-    assert sizes.weights == bytes_of(weights_of(load_gguf(written.path, None, CPU)))
+    assert sizes.weights == bytes_of(weights_of(load_gguf(read_gguf(written.path), None, CPU)))
     assert sizes.row_parameters == checkpoint_sizes(copy.deepcopy(written.reference).float(), None).row_parameters
 
 
@@ -161,7 +162,7 @@ def test_divided_frequencies_of_llama_3_1_are_read(small):
     assert factors.max() > 7
     reference = small.write(model=model, add=lambda writer: writer.add_tensor("rope_freqs.weight", factors.numpy()))
     tokens = torch.arange(40)[None]
-    got = load_gguf(small.path, torch.float32, CPU)(tokens).logits
+    got = load_gguf(read_gguf(small.path), torch.float32, CPU)(tokens).logits
     torch.testing.assert_close(got, reference(tokens).logits.float(), atol=1e-5, rtol=1e-5)
 
 
@@ -180,7 +181,7 @@ def test_factors_of_phi3_with_many_positions_are_read(small):
 
     reference = small.write(model=model, add=add)
     tokens = torch.arange(20)[None]
-    got = load_gguf(small.path, torch.float32, CPU)(tokens).logits
+    got = load_gguf(read_gguf(small.path), torch.float32, CPU)(tokens).logits
     torch.testing.assert_close(got, reference(tokens).logits.float(), atol=1e-5, rtol=1e-5)
 
 
@@ -208,11 +209,12 @@ def test_a_file_of_floats_can_be_rounded(small):
     assert checkpoint_sizes(small.path, None, "int4").weights == bytes_of(weights_of(model))
 
 
-def test_a_file_with_codes_stays_as_it_is(small):
+def test_a_file_with_codes_is_not_rounded(small):
     small.write(types=lambda name: "F32" if "ffn" in name else "Q8_0")
-    model = load_model(small.path, None, CPU, quantization="int4")
-    assert set(bytes_by_kind(model)) == {"int8", "bfloat16"}
-    assert checkpoint_sizes(small.path, None, "int4").weights == bytes_of(weights_of(model))
+    with pytest.raises(ConfigError, match=r"quantization='int4' .*model\.gguf' are quantised already \(Q8_0\)"):
+        load_model(small.path, None, CPU, quantization="int4")
+    with pytest.raises(ConfigError, match=r"quantised already \(int8\)"):
+        checkpoint_sizes(small.path, None, "int4")
 
 
 def _without(left_out):

@@ -170,7 +170,9 @@ def plain(pair, quantization):
 def test_bits_equal_plain_decoding(pair, plain, quantization, drafter, sizes, schedule, enforce_eager):
     target, draft = pair
     source = draft if drafter == "model" else drafter
-    options = {"quantization": quantization, "draft_quantization": quantization, "enforce_eager": enforce_eager}
+    options = {"quantization": quantization, "enforce_eager": enforce_eager}
+    if source is draft:
+        options["draft_quantization"] = quantization
     engine = sd.Engine(target, source, **sizes, **schedule, **options)
     assert engine.target.has_program != enforce_eager, engine.target.why_no_program
     assert results(engine) == plain[enforce_eager]
@@ -260,7 +262,18 @@ def test_modules_say_what_they_are():
         "QuantizedLinear(in_features=32, out_features=64, bias=False, table of 4 bits in groups of 32, rows of int8)"
     )
     assert isinstance(quantized.lm_head, QuantizedLinear)
-    assert rounded_copy(quantized, "int4-a8") is quantized, "a model that is quantised already stays as it is"
+
+
+def test_a_model_that_is_quantised_already_is_refused():
+    """By this library, by a method that its config names, or by weights of another type than PyTorch's."""
+    by_us = rounded_copy(tiny_model("llama"), "int4-a8")
+    named = copy.deepcopy(tiny_model("llama"))
+    named.config.quantization_config = {"quant_method": "bitsandbytes"}
+    typed = copy.deepcopy(tiny_model("llama"))
+    typed.lm_head.weight = torch.nn.Parameter(typed.lm_head.weight.data.to(torch.uint8), requires_grad=False)
+    for model, how in ((by_us, "int4-a8 and int8-a8"), (named, "bitsandbytes"), (typed, "Parameter of uint8")):
+        with pytest.raises(sd.ConfigError, match=rf"quantization='int8' .* are quantised already \({how}\); leave"):
+            sd.Engine(model, None, quantization="int8")
 
 
 @pytest.mark.parametrize("name", grid(list(MIXTURES), keep=list(MIXTURES)[1::4]))

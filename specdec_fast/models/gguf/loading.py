@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,25 +20,24 @@ from specdec_fast.models.gguf.config import (
 )
 from specdec_fast.models.quantized_linears import QuantizedLinear
 from specdec_fast.quantization.gguf.block_types import packed, weights_of
-from specdec_fast.quantization.gguf.container import GGUFFile, StoredTensor, plain_values, read_gguf
+from specdec_fast.quantization.gguf.container import GGUFFile, StoredTensor, plain_values
 
 
-def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+def load_gguf(file: GGUFFile, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """Load the model in a GGUF file.
 
     Quantised weights of linears become :class:`QuantizedLinear`, with the file's own codes and scales. Quantised
     embeddings are dequantised for the lookup; an output layer that is tied to them has the codes.
 
     Args:
-        path: of the file.
+        file: whose header is read.
         dtype: of embeddings and of everything that is not quantised; None: that of the file's matrices if all of them
             are floats, else bf16.
         device: of the model; the meta device reads the header alone, and gives a model of the same sizes.
 
-    Raises ConfigError if the file cannot be read, is of an architecture that is not served, lacks tensors, or has ones
+    Raises ConfigError if the file is of an architecture that is not served, lacks tensors, or has ones
     that are unknown, have other shapes than its metadata says, or scales that are not finite.
     """
-    file = read_gguf(path)
     config = model_config(file)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or _dtype_of(file), trust_remote_code=False)
