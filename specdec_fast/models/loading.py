@@ -50,9 +50,7 @@ def load_model(
         if quantization is None:
             return source
         if is_sharded(source):
-            raise ConfigError(
-                f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights."
-            )
+            raise ConfigError(f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights.")
         expect_unquantised(source, setting, quantization)
         return rounded_copy(source, quantization)
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:

@@ -17,7 +17,6 @@ from specdec_fast.cli import main
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.gguf.config import model_config
 from specdec_fast.models.gguf.loading import load_gguf
-from specdec_fast.quantization.gguf.container import read_gguf
 from specdec_fast.models.loading import eos_token_ids, load_model
 from specdec_fast.models.quantized_linears import QuantizedLinear, bytes_by_kind
 from specdec_fast.planner.checkpoint import checkpoint_sizes
