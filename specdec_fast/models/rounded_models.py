@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
 
+NARROW = 32  # inputs for each output, from which on a linear stays as it is: it has 1/32 of a square one's weights
 _OUTPUT_LAYER = {4: 8}  # bits of the output layer, where it has more than the other linears
 
 
@@ -79,18 +81,42 @@ class WeightToRound:
 def weights_to_round(model: PreTrainedModel, quantization: str, must_run: bool = False) -> list[WeightToRound]:
     """Return the weights that ``quantization``, a name in ``ROUNDINGS``, rounds.
 
-    The output layer has 8 bits, also if the others have 4. ``must_run`` is that of ``linears_to_round``.
+    The output layer has 8 bits, also if the others have 4. Those of ``linears_to_keep`` are not among them.
+    ``must_run`` is that of ``linears_to_round``.
     """
     rounding = ROUNDINGS[quantization]
     of_output_layer = replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits))
     output_layer = model.get_output_embeddings()
+    linears = linears_to_round(model, must_run)
+    kept = linears_to_keep(model, linears)
     found = [
         WeightToRound(f"{name}.weight", module, "weight", of_output_layer if module is output_layer else rounding)
-        for name, module in linears_to_round(model, must_run).items()
+        for name, module in linears.items()
+        if name not in kept
     ]
     for name, module in mixtures_of(model).items():
         for attribute in (entry_name(module), "down_proj"):
             found.append(WeightToRound(f"{name}.{attribute}", module, attribute, rounding))
+    return found
+
+
+def linears_to_keep(model: PreTrainedModel, linears: Mapping[str, nn.Linear | Conv1D]) -> set[str]:
+    """Return which linears stay as they are, because rounding them saves next to nothing and may cost much.
+
+    These are routers, whose outputs choose experts: beside the experts of a layer, or in a module beside them, linears
+    with an output for each expert. And narrow linears, with an output for 32 inputs or fewer outputs, which a model
+    makes gates of, such as that of a shared expert.
+    """
+    numbers = {
+        name.rpartition(".")[0]: len(getattr(module, entry_name(module))) for name, module in mixtures_of(model).items()
+    }
+    found = set()
+    for name, module in linears.items():
+        num_outputs = module.bias.shape[0] if isinstance(module, Conv1D) else module.out_features
+        owners = accumulate(name.split(".")[:-1], "{}.{}".format)
+        is_router = any(numbers.get(owner) == num_outputs for owner in owners)
+        if is_router or num_outputs * NARROW <= module.weight.numel() // num_outputs:
+            found.add(name)
     return found
 
 

@@ -15,7 +15,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
 from specdec_fast.models.replaced_functions import lock_of
-from specdec_fast.models.rounded_models import linears_to_round, rounded_copy
+from specdec_fast.models.rounded_models import linears_to_keep, linears_to_round, rounded_copy
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.quantization.packed_weight import dequantized, expert_of
 from specdec_fast.quantization.rounding import ROUNDINGS
@@ -288,6 +288,32 @@ def test_experts_are_rounded_as_well(name, quantization):
     assert engine.describe()["why_no_program"] is None
     outputs = engine.generate(PROMPTS, sd.SamplingParams(max_new_tokens=10, ignore_eos=True))
     assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("qwen2-moe", "mlp.shared_expert_gate"), ("gemma4-moe", "router.proj"), ("hunyuan-moe", "mlp.gate.wg")],
+)
+def test_what_chooses_or_weighs_experts_stays(name, kept):
+    """It has few bytes, and describe() counts it under its dtype."""
+    model = tiny_mixture(name, torch.bfloat16)
+    quantized = rounded_copy(model, "int4")
+    left = [name for name, module in quantized.named_modules() if type(module) is torch.nn.Linear]
+    assert left == [f"model.layers.{i}.{kept}" for i in range(2)]
+    held = [quantized.get_submodule(name).weight for name in left]
+    assert all(weight is model.get_submodule(name).weight for name, weight in zip(left, held, strict=True))
+    described = sd.Engine(model, None, quantization="int4").describe()["linear_bytes"]
+    kind = str(held[0].dtype).removeprefix("torch.")  # the router of Hunyuan has fp32
+    assert described[kind] == sum(weight.nbytes for weight in held)
+    assert checkpoint_sizes(model, None, "int4").weights == bytes_of(weights_of(quantized))
+
+
+def test_a_linear_with_a_32nd_of_its_inputs_as_outputs_stays():
+    model = tiny_model("llama")
+    wide = model.model.layers[0].mlp.up_proj
+    for outputs, stays in ((1, True), (2, False)):
+        linears = {"narrow": torch.nn.Linear(wide.in_features, outputs), "conv": Conv1D(outputs, wide.in_features)}
+        assert linears_to_keep(model, linears) == (set(linears) if stays else set())
 
 
 def test_sizes_of_rounded_experts_are_known_before_loading(tmp_path):
