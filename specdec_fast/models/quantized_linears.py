@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.ops import resolve
-from specdec_fast.quantization.packed_weight import PackedWeight, dequantized
+from specdec_fast.quantization.packed_weight import TENSORS, PackedWeight, dequantized
 
 _exact_rows: ContextVar[bool] = ContextVar("exact_rows", default=False)
 
@@ -40,26 +40,29 @@ class PackedModule(nn.Module):
     """Holds a :class:`PackedWeight`.
 
     Attributes:
-        codes, scales, mins, table: the tensors of the packed weight, as buffers.
+        codes, table, scales, mins, super_scales, super_mins: the tensors of the packed weight, as buffers.
         dtype: of the rows that the model passes; of the weight that the codes replace.
     """
 
     codes: Tensor
+    table: Tensor | None
     scales: Tensor
     mins: Tensor | None
-    table: Tensor | None
+    super_scales: Tensor | None
+    super_mins: Tensor | None
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self._sizes = replace(weight, codes=_NOTHING, scales=_NOTHING, mins=None, table=None)
-        for name in ("codes", "scales", "mins", "table"):
+        nothing: dict[str, Any] = {name: _NOTHING if name in ("codes", "scales") else None for name in TENSORS}
+        self._sizes = replace(weight, **nothing)
+        for name in TENSORS:
             self.register_buffer(name, getattr(weight, name))
 
     @property
     def packed(self) -> PackedWeight:
         """The weight; its tensors are the module's."""
-        return replace(self._sizes, codes=self.codes, scales=self.scales, mins=self.mins, table=self.table)
+        return replace(self._sizes, **{name: getattr(self, name) for name in TENSORS})
 
 
 class QuantizedLinear(PackedModule):
@@ -76,11 +79,11 @@ class QuantizedLinear(PackedModule):
     def __init__(
         self,
         weight: PackedWeight,
-        bias: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
         permutation: Tensor | None = None,
     ) -> None:
-        super().__init__(weight, dtype or weight.scales.dtype)
+        super().__init__(weight, dtype)
         self.in_features = weight.in_features
         self.out_features = weight.out_features
         self.group_size = weight.group_size
@@ -104,6 +107,7 @@ class QuantizedLinear(PackedModule):
         result: Tensor = torch.ops.specdec_fast.quantized_linear(
             self.ordered(rows), self.codes, self.scales, self.mins, self.table, self.bias,
             self.in_features, self.out_features, self.group_size, self.kind, self.rounds_rows and not _exact_rows.get(),
+            self.super_scales, self.super_mins,
         )  # fmt: skip
         return result
 
@@ -122,7 +126,8 @@ class PackedExperts(PackedModule):
 _LIBRARY = torch.library.Library("specdec_fast", "DEF")
 _LIBRARY.define(
     "quantized_linear(Tensor rows, Tensor codes, Tensor scales, Tensor? mins, Tensor? table, Tensor? bias, "
-    "int in_features, int out_features, int group_size, str kind, bool rounds_rows) -> Tensor"
+    "int in_features, int out_features, int group_size, str kind, bool rounds_rows, Tensor? super_scales=None, "
+    "Tensor? super_mins=None) -> Tensor"
 )
 
 

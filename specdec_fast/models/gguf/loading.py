@@ -121,7 +121,7 @@ class _Filling:
         except ValueError as error:
             raise self._error(tensor, str(error)) from error
         parent, attribute = _owner(self._model, name.rpartition(".")[0])
-        setattr(parent, attribute, QuantizedLinear(weight, module.bias).eval())
+        setattr(parent, attribute, QuantizedLinear(weight, module.bias, self._dtype).eval())
 
     def _embeddings(self, tensor: StoredTensor) -> Tensor:
         assert tensor.block_type is not None
