@@ -18,10 +18,10 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.models.gguf.config import model_config
 from specdec_fast.models.gguf.loading import load_gguf
 from specdec_fast.models.loading import eos_token_ids, load_model
-from specdec_fast.models.quantized_linears import QuantizedLinear, bytes_by_kind
+from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, bytes_by_kind
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.quantization.gguf.container import read_gguf
-from specdec_fast.quantization.packed_weight import dequantized
+from specdec_fast.quantization.packed_weight import dequantized, expert_of
 from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.gguf_files import add_sentencepiece, add_tokenizer, write_gguf
@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 # As Q4_K_M and other mixtures have them: types by the part of the tensor's name. Vectors are F32.
 _MIXED = {
     "attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_qkv": "Q4_K", "attn_output": "Q4_0", "ffn_gate": "Q4_1",
-    "ffn_up": "Q8_0", "ffn_down": "F16", "token_embd": "Q6_K", "output": "BF16",
+    "ffn_up": "Q8_0", "ffn_down": "F16", "token_embd": "Q6_K", "output": "BF16", "ffn_gate_inp": "F32",
+    "ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K",
 }  # fmt: skip
 _SIZES = {
     "vocab_size": 96, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -46,6 +47,17 @@ _LAYOUTS = {
     "mistral nemo, heads of another size": ("llama", {"head_dim": 32, "rope_parameters": _LINEAR}),
     "qwen2": ("qwen2", {"rope_parameters": _YARN}),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _ROPE}),
+    "qwen3moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "rope_parameters": _ROPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma2": ("gemma2", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": (
         "gemma3_text",
@@ -118,6 +130,10 @@ def test_codes_are_kept_and_only_embeddings_are_dequantised(written):
     quantised = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
     for name, module in quantised.items():
         assert torch.equal(dequantized(module.packed, torch.float32).double(), weights[f"{name}.weight"])
+    for name, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            each = [dequantized(expert_of(module.packed, expert), torch.float32) for expert in range(4)]
+            assert torch.equal(torch.stack(each).double(), weights[name])
     is_tied = model.config.tie_word_embeddings
     assert ("lm_head" in quantised) == is_tied
     embeddings = model.get_input_embeddings().weight
@@ -199,6 +215,18 @@ def test_attention_of_gemma_27b_divides_by_another_root(small):
 def test_the_dtype_is_the_files_or_bf16_beside_codes(small, types, dtype):
     small.write(types=lambda _: types)
     assert load_model(small.path, None, CPU).dtype == dtype
+
+
+def test_experts_of_floats_stay_floats_and_those_of_two_types_are_refused(small):
+    model = _random_model("qwen3moe", num_hidden_layers=1, hidden_size=64, moe_intermediate_size=32)
+    reference = small.write(model=model, types=lambda _: "F32")
+    loaded = load_gguf(read_gguf(small.path), None, CPU)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(loaded.get_parameter(name).double(), reference.get_parameter(name))
+    for other in ("F16", "Q4_0"):
+        small.write(model=model, types=lambda name, other=other: other if "ffn_up_exps" in name else "Q8_0")
+        with pytest.raises(ConfigError, match=rf"ffn_gate_exps.* and 'blk.0.ffn_up_exps.weight' are {other} and Q8_0"):
+            load_gguf(read_gguf(small.path), None, CPU)
 
 
 def test_a_file_of_floats_can_be_rounded(small):
