@@ -16,7 +16,8 @@ from specdec_fast.models.parameter_shapes import other_shapes
 from specdec_fast.models.quantized_checkpoint import config_with_codes
 from specdec_fast.models.quantized_linears import how_quantised_by
 from specdec_fast.models.rounded_loading import RoundingConfig
-from specdec_fast.models.rounded_models import expect_unquantised, quantised_already, round_weights, rounded_copy
+from specdec_fast.models.rounded_models import quantised_already, round_rows, round_weights, rounded_copy
+from specdec_fast.quantization.rounding import A8
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.sampling_params import eos_ids
 
@@ -31,14 +32,14 @@ def load_model(
     """Load a Hugging Face model by name or folder, or the one in a GGUF file, or return a loaded one unchanged.
 
     With ``quantization``, the linears of a model that is loaded here are rounded, and of a loaded one a copy is made
-    with rounded linears, which shares all other tensors with it.
+    with rounded linears, which shares all other tensors with it. With ``"a8"`` rows are rounded, and no weight.
 
     Args:
         source: an argument of ``AutoModelForCausalLM.from_pretrained``, the path of a GGUF file, or a loaded model.
         dtype: of the weights; None: the checkpoint's.
         device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
-        quantization: a name in ``ROUNDINGS``; None: weights stay as they are.
+        quantization: one of ``QUANTIZATIONS``; None: weights stay as they are.
 
     Raises ConfigError if there is no such model or device; if files are damaged, weights are missing or have other
     shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
@@ -51,18 +52,21 @@ def load_model(
             return source
         if is_sharded(source):
             raise ConfigError(f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights.")
-        expect_unquantised(source, setting, quantization)
-        return rounded_copy(source, quantization)
+        return rounded_copy(source, quantization, setting)
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:
         what = "empty" if isinstance(source, str) else f"a {type(source).__name__}"
         raise ConfigError(f"{role} is {what}; expected the name or folder of a Hugging Face model, or a loaded one.")
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _expect_usable(device)
+    rounding = None if quantization == A8 else quantization
     if is_gguf(name):
-        return _from_gguf(name, dtype, device, setting, quantization)
+        model = _from_gguf(name, dtype, device, setting, rounding)
+        if quantization == A8:
+            round_rows(model, setting)
+        return model
     try:
-        options = _options_of(name, setting, quantization, device)
+        options = _options_of(name, setting, rounding, device)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
             **options,
@@ -83,6 +87,8 @@ def load_model(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
             "complete checkpoint, or correct its config."
         )
+    if quantization == A8:
+        round_rows(model, setting)
     return model
 
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.ops import resolve
-from specdec_fast.quantization.packed_weight import TENSORS, PackedWeight, dequantized
+from specdec_fast.ops.quantized_linear import LARGEST_WHOLE
+from specdec_fast.quantization.packed_weight import INT8, TENSORS, PackedWeight, dequantized
 
 _exact_rows: ContextVar[bool] = ContextVar("exact_rows", default=False)
 
@@ -64,6 +65,25 @@ class PackedModule(nn.Module):
         """The weight; its tensors are the module's."""
         return replace(self._sizes, **{name: getattr(self, name) for name in TENSORS})
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the op rounds rows."""
+        return self._sizes.rounds_rows
+
+    def round_rows(self) -> None:
+        """Let the op round rows from now on; see ``expect_whole_codes``."""
+        self._sizes = replace(self._sizes, rounds_rows=True)
+
+    def expect_whole_codes(self) -> None:
+        """Raise ValueError unless codes stand for whole numbers, which rounded rows can be multiplied with."""
+        has_whole = self._sizes.kind == INT8
+        if self.table is not None:
+            table = torch.zeros(1) if self.table.is_meta else self.table.cpu()
+            has_whole = bool((table == table.round()).all()) and float(table.abs().max()) <= LARGEST_WHOLE
+        if not has_whole:
+            values = self._sizes.kind if self.table is None else "of 4 bits for fractions"
+            raise ValueError(f"its codes are {values}, and rows are rounded for whole numbers up to {LARGEST_WHOLE}")
+
 
 class QuantizedLinear(PackedModule):
     """``nn.Linear`` with a packed weight, whose ``weight.dtype`` is ``dtype``.
@@ -88,7 +108,6 @@ class QuantizedLinear(PackedModule):
         self.out_features = weight.out_features
         self.group_size = weight.group_size
         self.kind = weight.kind
-        self.rounds_rows = weight.rounds_rows
         self.register_buffer("permutation", permutation)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 

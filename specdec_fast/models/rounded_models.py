@@ -20,10 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from specdec_fast.errors import ConfigError
 from specdec_fast.model_watch import replaced_forward
 from specdec_fast.models.experts import computed_by, entry_name, expert_configs, mixtures_of, use_own_function
-from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, how_quantised
+from specdec_fast.models.quantized_linears import PackedExperts, PackedModule, QuantizedLinear, how_quantised
 from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
-from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
+from specdec_fast.quantization.rounding import A8, ROUNDINGS, Rounding, rounded
 
 NARROW = 32  # inputs for each output, from which on a linear stays as it is: it has 1/32 of a square one's weights
 _OUTPUT_LAYER = {4: 8}  # bits of the output layer, where it has more than the other linears
@@ -197,6 +197,31 @@ def expect_unquantised(model: PreTrainedModel, setting: str, quantization: str) 
         raise quantised_already(type(model).__name__, how, setting, quantization)
 
 
+def round_rows(model: PreTrainedModel, setting: str) -> None:
+    """Let rows be rounded that are multiplied with the codes of a model. Raises as ``expect_whole_codes``."""
+    for module in expect_whole_codes(model, setting):
+        module.round_rows()
+
+
+def expect_whole_codes(model: PreTrainedModel, setting: str) -> list[PackedModule]:
+    """Return the modules of a model that hold codes, for which rows can be rounded.
+
+    Raises ConfigError, which names the setting, if there are none, or codes stand for other values than whole numbers.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    if not modules:
+        raise ConfigError(
+            f"{setting}={A8!r} rounds rows that are multiplied with codes of a checkpoint or a GGUF file, and "
+            f"{type(model).__name__} has none that are read here; pass 'int8-a8' or 'int4-a8', which round weights too."
+        )
+    for name, module in modules.items():
+        try:
+            module.expect_whole_codes()
+        except ValueError as error:
+            raise ConfigError(f"{setting}={A8!r} does not serve {name}: {error}; leave it out.") from error
+    return list(modules.values())
+
+
 def quantised_already(name: str, how: str, setting: str, quantization: str) -> ConfigError:
     """Return the error of a model whose weights are asked to be rounded, and are quantised already as ``how`` says."""
     return ConfigError(
@@ -239,13 +264,21 @@ def replace_weights(
             model.set_submodule(each.name.removesuffix(".weight"), replacement)
 
 
-def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
-    """Return a copy of a model with weights rounded as by ``round_weights``, which shares all other tensors with it."""
-    expect_unquantised(model, "quantization", quantization)
+def rounded_copy(model: PreTrainedModel, quantization: str, setting: str = "quantization") -> PreTrainedModel:
+    """Return a copy of a model with weights rounded as by ``round_weights``, which shares all other tensors with it.
+
+    With ``"a8"`` it shares all tensors, and rows are rounded. Raises ConfigError as ``round_weights`` and
+    ``round_rows``; ``setting`` is the name of the setting in errors.
+    """
+    if quantization != A8:
+        expect_unquantised(model, setting, quantization)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     with _as_loaded(model):
         own = copy.deepcopy(model, shared)
-    round_weights(own, quantization)
+    if quantization == A8:
+        round_rows(own, setting)
+    else:
+        round_weights(own, quantization)
     return own
 
 

@@ -18,10 +18,11 @@ from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.probe import probe_of
 from specdec_fast.models.quantized_checkpoint import ModelCodes, fields_of_codes
 from specdec_fast.models.quantized_linears import PackedExperts, how_quantised, quantized_linears
-from specdec_fast.models.rounded_models import tensors_after_rounding
+from specdec_fast.models.rounded_models import expect_whole_codes, tensors_after_rounding
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.quantization.packed_weight import PackedWeight
+from specdec_fast.quantization.rounding import A8
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.model_memory import bytes_of, estimated_row_bytes, weights_of
@@ -49,8 +50,9 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str |
     """Return the sizes of a Hugging Face checkpoint from its config, or of a loaded model.
 
     The weights will be loaded in ``dtype``; None: the checkpoint's. Those of linears will be rounded as
-    ``quantization`` says; None: not. Of a folder with codes of its own the bytes are those of the codes. Raises
-    ConfigError if the config cannot be read, names no dtype, or describes quantised weights whose sizes are unknown.
+    ``quantization`` says; None, and with ``"a8"``: not. Of a folder with codes of its own the bytes are those of the
+    codes. Raises ConfigError if the config cannot be read, names no dtype, describes quantised weights whose sizes are
+    unknown, or does not fit ``quantization``.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
@@ -71,7 +73,9 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str |
 
 
 def _weights_bytes(model: PreTrainedModel, quantization: str | None) -> int:
-    if quantization is None:
+    if quantization == A8:
+        expect_whole_codes(model, "quantization")
+    if quantization in (None, A8):
         return bytes_of(weights_of(model))
     kept, rounded_bytes = tensors_after_rounding(model, quantization)
     return bytes_of(kept) + rounded_bytes

@@ -217,6 +217,18 @@ def test_the_dtype_is_the_files_or_bf16_beside_codes(small, types, dtype):
     assert load_model(small.path, None, CPU).dtype == dtype
 
 
+def test_rows_are_rounded_for_codes_of_a_file(written):
+    """Also experts'; the model stays close to that with its rows as they are."""
+    model = load_model(written.path, torch.float32, CPU, quantization="a8")
+    kinds = set(bytes_by_kind(model))
+    assert {"int4-a8", "int8-a8"} <= kinds <= {"int4-a8", "int8-a8", "float32"}
+    tokens = torch.arange(40)[None] * 7 % 96
+    with torch.inference_mode():
+        found, expected = (each(tokens).logits for each in (model, load_model(written.path, torch.float32, CPU)))
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.25  # a router may choose other experts
+    assert checkpoint_sizes(written.path, None, "a8").weights == checkpoint_sizes(written.path, None).weights
+
+
 def test_experts_of_floats_stay_floats_and_those_of_two_types_are_refused(small):
     model = _random_model("qwen3moe", num_hidden_layers=1, hidden_size=64, moe_intermediate_size=32)
     reference = small.write(model=model, types=lambda _: "F32")

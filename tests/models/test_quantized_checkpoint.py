@@ -178,6 +178,14 @@ def test_a_checkpoint_with_codes_is_not_rounded(written, role, setting):
         checkpoint_sizes(folder, torch.bfloat16, "int4")
 
 
+def test_rows_are_rounded_for_codes_of_whole_numbers_alone(written):
+    cpu = torch.device("cpu")
+    model = load_model(written("gptq")[0], None, cpu, quantization="a8")
+    assert all(module.rounds_rows for module in quantized_linears(model).values())
+    with pytest.raises(ConfigError, match=r"draft_quantization='a8' does not serve model\..* are float8_e4m3"):
+        load_model(written("fp8")[0], None, cpu, "draft", quantization="a8")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_are_known_before_loading(name, written):
     """From the files, codes unread."""

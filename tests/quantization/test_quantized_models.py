@@ -241,7 +241,7 @@ def test_a_budget_that_only_quantised_weights_meet():
 @pytest.mark.parametrize("value", ["int3", 4, True])
 def test_other_names_are_refused(name, value):
     with pytest.raises(
-        sd.ConfigError, match=f"{name}={value!r}: expected one of int8, int4, int8-a8, int4-a8, or None"
+        sd.ConfigError, match=f"{name}={value!r}: expected one of int8, int4, int8-a8, int4-a8, a8, or None"
     ):
         sd.EngineConfig(**{name: value})
 
@@ -274,6 +274,30 @@ def test_a_model_that_is_quantised_already_is_refused():
     for model, how in ((by_us, "int4-a8 and int8-a8"), (named, "bitsandbytes"), (typed, "Parameter of uint8")):
         with pytest.raises(sd.ConfigError, match=rf"quantization='int8' .* are quantised already \({how}\); leave"):
             sd.Engine(model, None, quantization="int8")
+
+
+def test_rows_are_rounded_for_codes_that_a_model_has():
+    """The result is the model that is rounded together with its rows; it shares every tensor with the model."""
+    model = tiny_model("llama")
+    quantized = rounded_copy(model, "int4")
+    engine = sd.Engine(quantized, "ngram", quantization="a8")
+    assert results(engine) == results(sd.Engine(model, None, quantization="int4-a8"))
+    assert set(engine.describe()["linear_bytes"]) == {"int4-a8", "int8-a8"}
+    assert not any(module.rounds_rows for module in quantized_linears(quantized).values())
+    assert engine.target.model.lm_head.codes is quantized.lm_head.codes
+    assert checkpoint_sizes(quantized, None, "a8") == checkpoint_sizes(quantized, None)
+
+
+def test_rows_are_not_rounded_where_there_are_no_whole_numbers():
+    with pytest.raises(sd.ConfigError, match=r"quantization='a8' rounds .* LlamaForCausalLM has none .* 'int4-a8'"):
+        sd.Engine(tiny_model("llama"), None, quantization="a8")
+    quantized = rounded_copy(tiny_model("llama"), "int4")
+    quantized.lm_head.table = torch.linspace(-1, 1, 16)
+    quantized.lm_head.codes = quantized.model.layers[0].mlp.up_proj.codes
+    with pytest.raises(sd.ConfigError, match="'a8' does not serve lm_head: its codes are of 4 bits for fractions"):
+        sd.Engine(quantized, None, quantization="a8")
+    with pytest.raises(sd.ConfigError, match="does not serve lm_head"):
+        checkpoint_sizes(quantized, None, "a8")
 
 
 @pytest.mark.parametrize("name", grid(list(MIXTURES), keep=list(MIXTURES)[1::4]))

@@ -45,6 +45,8 @@ def write_gguf(
     key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(key, model.config.num_hidden_layers)
     reference = copy.deepcopy(model).double()
+    if model.config.model_type == "qwen3_moe":
+        reference.set_experts_implementation("batched_mm")  # which computes in fp64
     stated = reference.state_dict()
     for position, (hf_name, weight) in enumerate(model.state_dict().items()):
         if hf_name == "lm_head.weight" and model.config.tie_word_embeddings:
