@@ -25,15 +25,16 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Addresses of codes, scales, minima and table (0 for none); inputs, outputs, inputs of a block and of a group; the kind of
+// Addresses of codes, table, scales, minima, super-scales and super-minima (0 for none); inputs, outputs, inputs of a block and of a group; the kind of
 // the codes, the dtype of the scales, and whether rows are rounded.
-using PackedTuple = std::pair<std::array<std::uintptr_t, 4>, std::array<std::int64_t, 7>>;
+using PackedTuple = std::pair<std::array<std::uintptr_t, 6>, std::array<std::int64_t, 7>>;
 
 inline PackedWeight packed_weight(const PackedTuple& weight) {
   const auto& [tensors, sizes] = weight;
   return {sizes[0], sizes[1], sizes[2], sizes[3], static_cast<CodeKind>(sizes[4]), sizes[6] != 0,
-          pointer<const std::uint32_t>(tensors[0]), static_cast<DType>(sizes[5]), pointer<const void>(tensors[1]),
-          pointer<const void>(tensors[2]), pointer<const float>(tensors[3])};
+          pointer<const std::uint32_t>(tensors[0]), pointer<const float>(tensors[1]), static_cast<DType>(sizes[5]),
+          pointer<const void>(tensors[2]), pointer<const void>(tensors[3]), pointer<const std::uint16_t>(tensors[4]),
+          pointer<const std::uint16_t>(tensors[5])};
 }
 
 // `addresses`: of its arrays in the order of Sampling, none for greedy decoding.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.quantization.rounding import ROUNDINGS
+from specdec_fast.quantization.rounding import QUANTIZATIONS
 from specdec_fast.request.prompt_options import PROMPT_KEYWORDS, unknown_keyword
 from specdec_fast.sampling_params import as_plain
 from specdec_fast.speculation_length import LengthPolicy, make_length_policy
@@ -63,9 +63,10 @@ class EngineConfig:
         quantization: how the weights of the target's linears are kept, rounded to nearest when the model is loaded,
             with a scale for every output and 32 inputs: ``"int8"`` or ``"int4"`` (the output layer has 8 bits). With
             ``"int8-a8"`` or ``"int4-a8"``, the rows that are multiplied with them are rounded to 8 bits as well, which
-            is faster for several rows. Outputs are those of plain decoding with these weights. None: as loaded. See
+            is faster for several rows. ``"a8"`` rounds the rows that are multiplied with the codes of a checkpoint or
+            a GGUF file. Outputs are those of plain decoding with these weights. None: as loaded. See
             ``docs/quantization.md``.
-        draft_quantization: the same for a draft model.
+        draft_quantization: the same for a draft model. With another drafter, or none, the engine refuses it.
         device: the device; None: CUDA if there is a device, else the CPU.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
         deterministic: give every row the same bits in every batch and engine, in any dtype, at one number of threads.
@@ -113,8 +114,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 expect_at_least(name, getattr(self, name), 1)
         for name in ("quantization", "draft_quantization"):
-            if getattr(self, name) not in (None, *ROUNDINGS):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(ROUNDINGS)}, or None.")
+            if getattr(self, name) not in (None, *QUANTIZATIONS):
+                names = ", ".join(QUANTIZATIONS)
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {names}, or None.")
         self._check_window()
         object.__setattr__(self, "tap_layers", _as_tap_layers(self.tap_layers))
         object.__setattr__(self, "draft_tree", _as_draft_tree(self.draft_tree))

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec_fast.quantization.packed_weight import PANEL, PackedWeight
+from specdec_fast.quantization.packed_weight import OF_GROUPS, PANEL, PackedWeight
 from specdec_fast.triton_kernels.byte_permutation import has_permute
 from specdec_fast.triton_kernels.overlap import overlaps, wait
 from specdec_fast.triton_kernels.quantized_linear_parts import (
@@ -65,6 +65,8 @@ def _quantized_linear_kernel(
     codes,  # [panels, blocks, WORDS, 16]
     scales,  # [panels, groups, 16]
     mins,  # [panels, groups, 16]; read if HAS_MINS
+    super_scales,  # [panels, supers, 16]; read if scales are integers
+    super_mins,  # [panels, supers, 16]; read if scales are integers, and HAS_MINS
     table,  # [16]; read if KIND is TABLE
     bias,  # [out_features]; read if has_bias
     out,  # [T, out_features]
@@ -88,7 +90,6 @@ def _quantized_linear_kernel(
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = IN_FEATURES // SIZE
-    GROUPS: tl.constexpr = (BLOCKS + GROUP - 1) // GROUP
     LENGTH: tl.constexpr = 4 if ROUNDED or KIND == TABLE else 2  # consecutive numbers that a thread multiplies
     row_groups = tl.cdiv(num_rows, BLOCK_ROWS)
     tile = (tl.program_id(0) // row_groups).to(tl.int64)
@@ -114,7 +115,9 @@ def _quantized_linear_kernel(
         numbers = tl.load(row_at + block * SIZE, mask=inside & is_row[None, :, None], other=0)
         lane_block = first + tl.arange(0, LANES)[:, None]
         has_block = (lane_block < BLOCKS) | (BLOCKS % LANES == 0)
-        scale = scales_of(scales, tile, lane_block // GROUP, has_block, out_features, GROUPS, BLOCK_OUT, PANEL)
+        scale = scales_of(
+            scales, super_scales, tile, lane_block, has_block, out_features, BLOCKS, GROUP, SIZE, BLOCK_OUT, PANEL
+        )
         weights = weights_of(values_of(words, table, registers, DTYPE, KIND, PERMUTES), LENGTH)
         inputs = inputs_of(numbers, WORDS, LENGTH)
         products = products_of(weights, inputs)
@@ -123,7 +126,9 @@ def _quantized_linear_kernel(
             products *= step
         sums = tl.fma(tl.broadcast_to(scale, products.shape), products, sums)
         if HAS_MINS:
-            least = scales_of(mins, tile, lane_block // GROUP, has_block, out_features, GROUPS, BLOCK_OUT, PANEL)
+            least = scales_of(
+                mins, super_mins, tile, lane_block, has_block, out_features, BLOCKS, GROUP, SIZE, BLOCK_OUT, PANEL
+            )
             totals = products_of(tl.full(weights.shape, 1, weights.dtype), inputs)
             if ROUNDED:
                 totals *= step
@@ -239,9 +244,11 @@ def _aligned(rows: Tensor, in_features: int) -> Tensor:
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _in_pairs(scales: Tensor) -> Tensor:
-    """Return scales whose pairs of 16 bits are aligned, as a copy if need be."""
-    return scales if scales.data_ptr() % 4 == 0 else scales.clone()
+def _numbers_of_groups(weight: PackedWeight) -> list[Tensor]:
+    """Return the tensors of ``OF_GROUPS``, aligned to 32 bits, as copies if need be; scales in place of absent ones."""
+    found = [getattr(weight, name) for name in OF_GROUPS]
+    given = [weight.scales if each is None else each for each in found]
+    return [each if each.data_ptr() % 4 == 0 else each.clone() for each in given]
 
 
 def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -259,14 +266,13 @@ def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = N
     launch = _launch(_format_of(weight), rows.dtype, weight.in_features, weight.out_features, num_rows)
     tiles = launch.constexprs
     num_tiles = triton.cdiv(weight.out_features, tiles["BLOCK_OUT"])
-    scales = _in_pairs(weight.scales)
+    numbers_of_groups = _numbers_of_groups(weight)
     _quantized_linear_kernel[(num_tiles * triton.cdiv(num_rows, tiles["BLOCK_ROWS"]),)](
         numbers,
         steps,
         weight.codes,
-        scales,
-        scales if weight.mins is None else _in_pairs(weight.mins),
-        scales if weight.table is None else weight.table,
+        *numbers_of_groups,
+        numbers_of_groups[0] if weight.table is None else weight.table,
         out if bias is None else bias,
         out,
         num_rows,
@@ -291,10 +297,12 @@ _USUAL: tuple[tuple[str, _Format, torch.dtype, tuple[tuple[int, int], ...]], ...
     ("mxfp4", _INT4, torch.bfloat16, _MODELS[:1]),
     ("mxfp4_a8", replace(_INT4, rounds_rows=True), torch.bfloat16, _MODELS[:1]),
     ("nf4", replace(_INT4, group_size=64), torch.float32, _MODELS[:1]),
-    ("q4_k", replace(_INT4, has_mins=True), torch.float32, _MODELS[:1]),
+    ("q4_k", replace(_INT4, has_mins=True), torch.int8, _MODELS[:1]),
+    ("q4_k_a8", replace(_INT4, has_mins=True, rounds_rows=True), torch.int8, _MODELS[:1]),
+    ("awq", replace(_INT4, has_mins=True), torch.float32, _MODELS[:1]),
     ("awq_a8", replace(_INT4, group_size=128, has_mins=True, rounds_rows=True), torch.float16, _MODELS[:1]),
-    ("q6_k", _SHORT, torch.float32, _MODELS[:1]),
-    ("q6_k_a8", replace(_SHORT, rounds_rows=True), torch.float32, _MODELS[:1]),
+    ("q6_k", _SHORT, torch.int8, _MODELS[:1]),
+    ("q6_k_a8", replace(_SHORT, rounds_rows=True), torch.int8, _MODELS[:1]),
 )
 
 
@@ -306,9 +314,11 @@ def variants() -> Iterator[Variant]:
     integers = dict.fromkeys(("num_rows", "stride_rows_row", "out_features", "has_bias"), "i32")
     for dtype, kind in TYPE_NAMES.items():
         for name, form, scale_dtype, sizes in _USUAL:
-            scale = f"*{TYPE_NAMES[scale_dtype]}"
+            scale = "*i8" if scale_dtype == torch.int8 else f"*{TYPE_NAMES[scale_dtype]}"
             pointers = dict.fromkeys(("rows", "steps", "bias", "out"), f"*{kind}")
             pointers |= {"codes": "*i32", "scales": scale, "mins": scale}
+            pointers |= {"super_scales": "*fp16", "super_mins": "*fp16" if form.has_mins else scale}
+            pointers |= {} if scale == "*i8" else {"super_scales": scale, "super_mins": scale}
             pointers["table"] = "*fp32" if form.kind == "table" else scale
             if form.rounds_rows:
                 pointers |= {"rows": "*i8", "steps": "*fp32"}

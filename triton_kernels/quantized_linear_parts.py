@@ -127,11 +127,29 @@ def weights_of(values, LENGTH: tl.constexpr):
 
 @triton.jit
 def scales_of(
+    scales, supers, tile, block, has_block, out_features, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, OUT: tl.constexpr, PANEL: tl.constexpr,
+):  # fmt: skip
+    """Return scales of blocks ``[LANES, 1]`` as fp32 ``[LANES, OUT, 1]``, in the order of ``weights_of``.
+
+    Integers are multiplied with what ``supers`` has for 256 inputs; these products are exact.
+    """
+    GROUPS: tl.constexpr = (BLOCKS + GROUP - 1) // GROUP
+    numbers = _numbers_of(scales, tile, block // GROUP, has_block, out_features, GROUPS, OUT, PANEL)
+    if scales.dtype.element_ty.is_int8():
+        SUPER: tl.constexpr = 256 // SIZE  # blocks
+        SUPERS: tl.constexpr = (BLOCKS + SUPER - 1) // SUPER
+        numbers *= _numbers_of(supers, tile, block // SUPER, has_block, out_features, SUPERS, OUT, PANEL)
+    return numbers
+
+
+@triton.jit
+def _numbers_of(
     scales, tile, group, has_block, out_features, GROUPS: tl.constexpr, OUT: tl.constexpr, PANEL: tl.constexpr
 ):
-    """Return scales of groups ``[LANES, 1]`` as fp32 ``[LANES, OUT, 1]``, in the order of ``weights_of``.
+    """Return numbers of groups ``[LANES, 1]`` as fp32 ``[LANES, OUT, 1]``, in the order of ``weights_of``.
 
-    Those of 16 bits are loaded in pairs: nothing narrower than 32 bits is loaded ahead.
+    Those of 16 and 8 bits are loaded in pairs and fours: nothing narrower than 32 bits is loaded ahead.
     """
     LANES: tl.constexpr = group.shape[0]
     PER_WORD: tl.constexpr = 32 // scales.dtype.element_ty.primitive_bitwidth
@@ -143,6 +161,9 @@ def scales_of(
     if PER_WORD == 2:
         pairs = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask, other=0)
         numbers = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(scales.dtype.element_ty, bitcast=True)
+    elif PER_WORD == 4:
+        fours = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask, other=0)
+        numbers = (fours[:, :, None] << (24 - 8 * tl.arange(0, 4))[None, None, :]) >> 24
     else:
         numbers = tl.load(scales + at, mask=mask, other=0.0)
     numbers = numbers.reshape(LANES, OUT // PANEL, PANEL // 2, 2).permute(0, 1, 3, 2)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from bench.op_cases.case import Case, OpCases
-from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, PackedWeight, pack
+from specdec_fast.quantization.packed_weight import (
+    FLOAT8,
+    INT8,
+    SUPER_GROUP,
+    TABLE,
+    PackedWeight,
+    pack,
+    with_super_scales,
+)
 from specdec_fast.quantization.rounding import ROUNDINGS, rounded
 
 # Values of 4-bit codes: e2m1 of mxfp4, in halves; and numbers that are not whole, as nf4 has.
@@ -44,7 +52,7 @@ class _Format:
     table: list[float] | None = None
     has_mins: bool = False
     rounds_rows: bool = False
-    scale_dtype: torch.dtype = torch.float32
+    scale_dtype: torch.dtype = torch.float32  # int8: with fp16 super-scales
 
 
 def _draw_codes(
@@ -60,16 +68,24 @@ def _draw_codes(
     largest = {INT8: 128.0, FLOAT8: 448.0, TABLE: max(map(abs, form.table or [1.0]))}[form.kind]
     num_groups = -(-in_features // form.group_size)
     scales = torch.rand(out_features, num_groups, generator=generator) / (largest * in_features**0.5)
-    mins = (torch.randn(out_features, num_groups, generator=generator) / in_features**0.5).to(form.scale_dtype)
+    mins = torch.randn(out_features, num_groups, generator=generator) / in_features**0.5
+    supers = None
+    if form.scale_dtype == torch.int8:
+        scales, mins = (torch.randint(0, 64, scales.shape, generator=generator) for _ in range(2))
+        shape = (2, out_features, -(-in_features // SUPER_GROUP))
+        drawn = torch.rand(shape, generator=generator) / (largest * 64 * in_features**0.5)
+        supers = (drawn * torch.tensor([1.0, -largest])[:, None, None]).half()
     weight = pack(
         codes,
         scales.to(form.scale_dtype),
-        mins if form.has_mins else None,
+        mins.to(form.scale_dtype) if form.has_mins else None,
         None if form.table is None else torch.tensor(form.table),
         form.group_size,
         form.kind,
         form.rounds_rows,
     )
+    if supers is not None:
+        weight = with_super_scales(weight, supers[0], supers[1] if form.has_mins else None)
     return {"rows": rows, "weight": weight, "bias": torch.randn(out_features, generator=generator).to(dtype)}
 
 
@@ -94,6 +110,8 @@ def _benchmarks_of_rows(counts: Iterable[int]) -> tuple[Case, ...]:
 
 
 _MXFP4 = _Format(TABLE, 32, E2M1, scale_dtype=torch.bfloat16)
+_Q4_K = _Format(TABLE, 32, WHOLE, has_mins=True, scale_dtype=torch.int8)
+_Q6_K = _Format(INT8, 16, scale_dtype=torch.int8)
 _AWQ_A8 = _Format(TABLE, 128, WHOLE, has_mins=True, rounds_rows=True, scale_dtype=torch.float16)
 
 OP_CASES = OpCases(
@@ -114,10 +132,13 @@ OP_CASES = OpCases(
         Case("mxfp4", "a table, bf16 scales", partial(_draw_codes, (2, 64, 20), _MXFP4)),
         Case("mxfp4_a8", "rounded rows", partial(_draw_codes, (9, 64, 20), replace(_MXFP4, rounds_rows=True))),
         Case("curved", "a table of fractions", partial(_draw_codes, (3, 96, 40), _Format(TABLE, 64, CURVED))),
-        Case("q4_k", "minima", partial(_draw_codes, (7, 256, 48), _Format(TABLE, 32, WHOLE, has_mins=True))),
+        Case("mins", "minima in fp32", partial(_draw_codes, (7, 256, 48), _Format(TABLE, 32, WHOLE, has_mins=True))),
+        Case("q4_k", "minima, two levels", partial(_draw_codes, (7, 800, 48), _Q4_K)),
+        Case("q4_k_a8", "rounded", partial(_draw_codes, (3, 256, 20), replace(_Q4_K, rounds_rows=True))),
         Case("awq_a8", "minima, long groups, rounded rows", partial(_draw_codes, (4, 256, 17), _AWQ_A8)),
-        Case("q6_k", "short blocks", partial(_draw_codes, (6, 80, 31), _Format(INT8, 16))),
-        Case("q6_k_a8", "rounded", partial(_draw_codes, (6, 80, 31), _Format(INT8, 16, rounds_rows=True))),
+        Case("short", "short blocks", partial(_draw_codes, (6, 80, 31), _Format(INT8, 16))),
+        Case("q6_k", "short blocks, two levels", partial(_draw_codes, (5, 592, 31), _Q6_K)),
+        Case("q6_k_a8", "rounded", partial(_draw_codes, (6, 80, 31), replace(_Q6_K, rounds_rows=True))),
     ),
     benchmarks=_benchmarks_of_rows((1, 8, 48)),  # plain decoding, a batch, batch 8 with K 5
     bytes_moved=_bytes_moved,

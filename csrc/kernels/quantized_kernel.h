@@ -68,21 +68,43 @@ void convert(const void* from, std::int64_t groups, std::int64_t blocks_of_group
   }
 }
 
+typedef std::int8_t Bytes __attribute__((vector_size(kLanes)));
+
+// Integers of groups times fp16 numbers of kSuperGroup inputs; these products are exact in fp32.
+void convert_two_levels(const PackedWeight& weight, const void* from, const std::uint16_t* supers, Blocks blocks, float* to) {
+  const std::int64_t last = weight.num_groups() - 1, each = weight.group_size / weight.block_size;
+  const std::int64_t blocks_of_super = kSuperGroup / weight.block_size;
+  float super[kPanelOutputs];
+  for (std::int64_t b = blocks.first; b < blocks.last; ++b, to += kPanelOutputs) {
+    if (b == blocks.first || b % blocks_of_super == 0) convert_panel<HalfScale>(supers + b / blocks_of_super * kPanelOutputs, super);
+    const auto* numbers = static_cast<const std::int8_t*>(from) + std::min(last, b / each) * kPanelOutputs;
+    for (int i = 0; i < kPanelOutputs; i += kLanes) {
+      store_as(to + i, __builtin_convertvector(load_as<Bytes>(numbers + i), Vector) * load_vector(super + i));
+    }
+  }
+}
+
 // The scales, and the minima after them, of the task's panels and some blocks in fp32.
 void convert_scales(const QuantizedTask& task, Blocks blocks) {
   const PackedWeight& weight = *task.weight;
   const std::int64_t groups = weight.num_groups(), each = weight.group_size / weight.block_size;
-  const auto convert_all = [&](const void* from, float* to) {
-    for (std::int64_t p = 0; p < task.num_panels; ++p, to += kScaleBlocks * kPanelOutputs) {
-      const std::int64_t at = (task.first_panel + p) * groups * kPanelOutputs;
-      const char* panel = static_cast<const char*>(from) + at * item_size(weight.scale_dtype);
-      if (weight.scale_dtype == DType::kFloat32) convert<Float32>(panel, groups, each, blocks, to);
-      if (weight.scale_dtype == DType::kFloat16) convert<HalfScale>(panel, groups, each, blocks, to);
-      if (weight.scale_dtype == DType::kBFloat16) convert<BFloat16>(panel, groups, each, blocks, to);
+  const auto convert_all = [&](const void* from, const std::uint16_t* supers, float* to) {
+    for (std::int64_t p = task.first_panel; p < task.first_panel + task.num_panels; ++p, to += kScaleBlocks * kPanelOutputs) {
+      const char* panel = static_cast<const char*>(from) + p * groups * kPanelOutputs * weight.scale_bytes();
+      if (supers != nullptr) {
+        convert_two_levels(weight, panel, supers + p * weight.num_supers() * kPanelOutputs, blocks, to);
+      } else if (weight.scale_dtype == DType::kFloat32) {
+        convert<Float32>(panel, groups, each, blocks, to);
+      } else if (weight.scale_dtype == DType::kFloat16) {
+        convert<HalfScale>(panel, groups, each, blocks, to);
+      } else {
+        convert<BFloat16>(panel, groups, each, blocks, to);
+      }
     }
   };
-  convert_all(weight.scales, task.scales);
-  if (weight.mins != nullptr) convert_all(weight.mins, task.scales + task.num_panels * kScaleBlocks * kPanelOutputs);
+  convert_all(weight.scales, weight.super_scales, task.scales);
+  if (weight.mins == nullptr) return;
+  convert_all(weight.mins, weight.super_mins, task.scales + task.num_panels * kScaleBlocks * kPanelOutputs);
 }
 
 // The operands of one tile: kR rows times kP panels.

@@ -7,11 +7,14 @@ namespace {
 
 PackedWeight expert_of(const PackedWeight& first, std::int64_t expert) {
   const std::int64_t panels = first.num_panels(), scales = panels * first.num_groups() * kPanelOutputs;
-  const std::int64_t scale_bytes = expert * scales * item_size(first.scale_dtype);
+  const std::int64_t scale_bytes = expert * scales * first.scale_bytes();
+  const std::int64_t supers = expert * panels * first.num_supers() * kPanelOutputs;
   PackedWeight weight = first;
   weight.codes += expert * panels * first.num_blocks() * first.words() * kPanelOutputs;
   weight.scales = static_cast<const char*>(first.scales) + scale_bytes;
   if (first.mins != nullptr) weight.mins = static_cast<const char*>(first.mins) + scale_bytes;
+  if (first.super_scales != nullptr) weight.super_scales += supers;
+  if (first.super_mins != nullptr) weight.super_mins += supers;
   return weight;
 }
 

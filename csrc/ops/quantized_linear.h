@@ -13,6 +13,7 @@ namespace specdec {
 enum class CodeKind : int { kInt8 = 0, kFloat8 = 1, kTable = 2 };
 
 constexpr std::int64_t kPanelOutputs = 16;
+constexpr std::int64_t kSuperGroup = 256;  // inputs that share a super-scale
 
 struct PackedWeight {
   std::int64_t in_features, out_features;
@@ -21,15 +22,19 @@ struct PackedWeight {
   CodeKind kind;
   bool rounds_rows;              // rows are rounded to 8-bit integers, block by block
   const std::uint32_t* codes;    // [panels, blocks, words, kPanelOutputs]
-  DType scale_dtype;
+  const float* table;            // [16], of kTable
+  DType scale_dtype;             // unless there are super-scales: then scales and minima are 8-bit integers
   const void* scales;            // [panels, groups, kPanelOutputs]
   const void* mins;              // the same, or null
-  const float* table;            // [16], of kTable
+  const std::uint16_t* super_scales;  // [panels, supers, kPanelOutputs] fp16: what scales are multiplied with; or null
+  const std::uint16_t* super_mins;    // the same of minima; null without super-scales or minima
 
   std::int64_t num_panels() const { return (out_features + kPanelOutputs - 1) / kPanelOutputs; }
   std::int64_t num_blocks() const { return (in_features + block_size - 1) / block_size; }
   std::int64_t padded() const { return num_blocks() * block_size; }  // inputs of a row, with zeros after the last one
   std::int64_t num_groups() const { return (in_features + group_size - 1) / group_size; }
+  std::int64_t num_supers() const { return (in_features + kSuperGroup - 1) / kSuperGroup; }
+  std::int64_t scale_bytes() const { return super_scales == nullptr ? item_size(scale_dtype) : 1; }  // of one number
   std::int64_t codes_bytes() const { return num_panels() * num_blocks() * words() * kPanelOutputs * 4; }
   std::int64_t words() const { return block_size / (kind == CodeKind::kTable ? 8 : 4); }  // of a block, for each output
 };

@@ -13,7 +13,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DRAFTERS
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
-from specdec_fast.quantization.rounding import ROUNDINGS
+from specdec_fast.quantization.rounding import QUANTIZATIONS
 from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.speculation_length import LENGTH_POLICIES
 
@@ -81,8 +81,11 @@ def quantization_settings(args: argparse.Namespace) -> dict[str, Any]:
 def add_quantization_options(parser: argparse._ActionsContainer) -> None:
     """Add --quantization and --draft-quantization."""
     for name, owner in (("--quantization", "target"), ("--draft-quantization", "draft model")):
-        help = f"round the weights of the {owner} when it is loaded; -a8: its activations too (default: as loaded)"
-        parser.add_argument(name, choices=list(ROUNDINGS), default=None, help=help)
+        help = (
+            f"round the weights of the {owner} when it is loaded; -a8: its activations too; a8: those alone, where a "
+            "checkpoint has codes (default: as loaded)"
+        )
+        parser.add_argument(name, choices=QUANTIZATIONS, default=None, help=help)
 
 
 def add_backend_options(parser: argparse._ActionsContainer) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import reprlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +123,28 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     choices = choose(memory, args.memory, args.batch_sizes, traffic, acceptance, times, most_prefill_rows)
     if not any(choices):
         raise ConfigError(f"--batch-sizes {args.batch_sizes}: none fits into {shown(args.memory)}; add 1.")
-    return PlanReport(args.memory, traffic, acceptance, not args.no_measure, memory, times, args.batch_sizes, choices)
+    return PlanReport(
+        args.memory, traffic, acceptance, not args.no_measure, memory, times, args.batch_sizes, choices, _given(args)
+    )
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
     for size in args.batch_sizes:
         expect_at_least("--batch-sizes", size, 1)
-    return EngineConfig(
-        max_batch_size=max(args.batch_sizes),
-        num_draft_tokens=MOST_DRAFT_TOKENS,
-        dtype=args.dtype,
+    return EngineConfig(max_batch_size=max(args.batch_sizes), num_draft_tokens=MOST_DRAFT_TOKENS, **_given(args))
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of an EngineConfig that the command line sets."""
+    settings = {
+        "dtype": args.dtype,
         **backend_settings(args),
         **quantization_settings(args),
-        tap_layers=args.tap_layers,
-        draft_tree=args.draft_tree,
-    )
+        "tap_layers": args.tap_layers,
+        "draft_tree": args.draft_tree,
+    }
+    unset = {field.name: field.default for field in fields(EngineConfig)}
+    return {name: value for name, value in settings.items() if value != unset[name]}
 
 
 def _computed(
@@ -178,7 +185,10 @@ def _measured(
     if (known := _known_memory(args.target, config)) is not None:
         _expect_one(known, args.memory, traffic)
     within = replace(config, memory_bytes=args.memory, kv_cache_tokens=traffic.positions())
-    engine = Engine(args.target, affordable_draft(args.target, checked, within), config)
+    draft = affordable_draft(args.target, checked, within)
+    if draft is None:  # no draft model is left that reads it
+        config = replace(config, draft_quantization=None)
+    engine = Engine(args.target, draft, config)
     _expect_positions(engine.target.max_positions, traffic)
     drafts = engine.drafter if engine.core.length_policy.max_draft_tokens else None
     memory = loaded_memory(engine.target, drafts, config.page_size)

@@ -22,6 +22,7 @@ class PlanReport(NamedTuple):
     times: StepTimes
     batch_sizes: list[int]
     choices: list[PlannedSetting | None]
+    given: dict[str, Any]  # fields of an EngineConfig, of plain values: those that the command line sets
 
     @property
     def best(self) -> PlannedSetting:
@@ -63,7 +64,7 @@ class PlanReport(NamedTuple):
             "bytes": choice.total_bytes,
             "largest_term": choice.largest_term,
             "terms": choice.terms,
-            "config": choice.config(self.memory_bytes),
+            "config": choice.config(self.memory_bytes, self.given),
         }
 
 
@@ -88,7 +89,8 @@ def print_plan(plan: PlanReport) -> None:
         cells = [size, choice.setting.num_draft_tokens, speed, f"{gain:.2f}x", f"{choice.expected_tokens:.2f}"]
         rows.append([*cells, shown(choice.total_bytes), choice.largest_term, limit])
     print(format_table(header, rows))
-    settings = ", ".join(f"{name}={value}" for name, value in plan.best.config(plan.memory_bytes).items())
+    best = plan.best.config(plan.memory_bytes, plan.given)
+    settings = ", ".join(f"{name}={value!r}" for name, value in best.items())
     print(f"\nBest: EngineConfig({settings})\n")
     print(format_table(["term", "bytes"], [*plan.best.terms.items(), ("sum", plan.best.total_bytes)]))
     print(f"\nA forward of up to R* = {plan.times.balance():.4g} rows takes about as long as one of a single row.")

@@ -230,8 +230,8 @@ class Drafter(ABC):
             the input of its output layer. Ids must differ.
         max_nodes: the largest number of nodes of its trees, see ``TreeDrafter``; 0 for a drafter of chains.
         has_scores: whether its drafts have ``Draft.scores``; read once, when the engine is made.
-        settings: which of the settings ``tap_layers`` and ``draft_tree`` it reads. The engine refuses the others,
-            because they would have no effect.
+        settings: which of the settings ``tap_layers``, ``draft_tree`` and ``draft_quantization`` it reads. The engine
+            refuses the others, because they would have no effect.
     """
 
     taps: tuple[int | str, ...] = ()

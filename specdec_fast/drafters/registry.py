@@ -63,14 +63,16 @@ CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], C
     "mtp": (MtpDrafter, holds_mtp),
 }
 
-_SETTINGS = ("tap_layers", "draft_tree")  # those that are for some drafters only
+_SETTINGS = ("tap_layers", "draft_tree", "draft_quantization")  # those that are for some drafters only
 
 
 def checked_draft(draft: Any, config: EngineConfig) -> Any:
     """Return ``draft``, or None for plain decoding. The engine calls this before it loads anything.
 
     Raises:
-        ConfigError: ``draft`` has a type that ``make_drafter`` does not accept, or looks like a misspelt drafter.
+        ConfigError: ``draft`` has a type that ``make_drafter`` does not accept, or looks like a misspelt drafter; or
+            ``draft_quantization`` is set, and the drafter does not read it; or it is a copy of a target that
+            ``quantization`` rounds.
     """
     if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
         raise ConfigError(
@@ -85,6 +87,17 @@ def checked_draft(draft: Any, config: EngineConfig) -> Any:
             raise ConfigError(
                 f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'."
             )
+    if config.draft_quantization is not None and "draft_quantization" not in _settings_of(draft):
+        raise ConfigError(
+            f"draft_quantization={config.draft_quantization!r} has no effect with draft="
+            f"{draft.name if isinstance(draft, Drafter) else draft!r}: draft models read it; leave it out, or pass a "
+            "draft model."
+        )
+    if config.quantization is not None and copied_quantization(draft) is not None:
+        raise ConfigError(
+            f"draft={draft!r} drafts with a copy of the target in few bits, which gains nothing beside quantization="
+            f"{config.quantization!r}; leave quantization out, or pass another drafter."
+        )
     is_plain = not config.most_draft_tokens or (isinstance(draft, str) and draft == NO_DRAFT)
     return None if is_plain else draft
 
@@ -138,7 +151,7 @@ def expect_settings_read(drafter: Drafter, config: EngineConfig) -> None:
     ``draft_tree="chain"`` is also for drafters that propose chains anyway.
 
     Raises:
-        ConfigError: ``tap_layers`` or ``draft_tree`` would have no effect.
+        ConfigError: one of them would have no effect.
     """
     is_chain_anyway = config.draft_tree == "chain" and not drafter.max_nodes
     for name in _SETTINGS:
@@ -164,8 +177,10 @@ def configs_for(drafts: Many[Any], config: EngineConfig) -> list[EngineConfig]:
 
 def _settings_of(draft: Any) -> tuple[str, ...]:
     """Return what ``Drafter.settings`` will be, before the drafter is made; all, if only the made one can tell."""
-    if draft is None or is_draft_model(draft):
+    if draft is None:
         return ()
+    if is_draft_model(draft):
+        return ModelDrafter.settings
     made: Any = draft
     if not isinstance(draft, Drafter):
         checkpoint = None if draft in DRAFTERS else _checkpoint(fspath(draft))

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import configs_for, is_draft_model
+from specdec_fast.drafters import checked_draft, configs_for, is_draft_model
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import (
     Comparison,
@@ -101,17 +101,21 @@ class Models:
         self.matrix = matrix
         self.dtype = dtype
         self.prompts = prompts
-        config = replace(matrix.config, dtype=dtype, max_batch_size=1, window_size=None, method="eqspec")
-        self.alone = Engine(matrix.target, None, config)
+        _expect_drafts(matrix)
+        # Target and drafts are quantised when they are loaded here: the engines get them as they are.
+        self._config = replace(matrix.config, quantization=None, draft_quantization=None)
+        alone = replace(self._config, dtype=dtype, max_batch_size=1, window_size=None, method="eqspec")
+        self.alone = Engine(matrix.target, None, replace(alone, quantization=matrix.config.quantization))
+        self._alone_config = alone
         self.target: PreTrainedModel = self.alone.target.model
         device = self.alone.target.layout.device
         self.drafts: dict[str, Any] = {
-            name: load_model(name, config.dtype, device, "draft", config.draft_quantization)  # type: ignore[arg-type]
+            name: load_model(name, alone.dtype, device, "draft", matrix.config.draft_quantization)  # type: ignore[arg-type]
             if is_draft_model(name)
             else name
             for name in matrix.drafts
         }
-        self._configs = dict(zip(matrix.drafts, configs_for(matrix.drafts, matrix.config), strict=True))
+        self._configs = dict(zip(matrix.drafts, configs_for(matrix.drafts, self._config), strict=True))
         self._by_transformers: dict[int, list[list[int]]] = {}
         self.expected = {name: self._decode(self.alone, name) for name in matrix.samplings}
         self._expected_eagerly: dict[str, list[GenerationOutput]] = {}
@@ -120,7 +124,7 @@ class Models:
         """Decode with every sampling in one setting, and compare."""
         plain = setting.method == PLAIN
         config = replace(
-            self._configs.get(setting.drafter, self.matrix.config),
+            self._configs.get(setting.drafter, self._config),
             dtype=self.dtype,
             method="eqspec" if plain else setting.method,
             max_batch_size=setting.batch_size,
@@ -170,7 +174,7 @@ class Models:
         if not enforce_eager or not self.alone.target.has_program:
             return self.expected[sampling]
         if sampling not in self._expected_eagerly:
-            config = replace(self.alone.config, enforce_eager=True)
+            config = replace(self._alone_config, enforce_eager=True)
             engine = Engine(self.target, None, config, tokenizer=self.alone.tokenizer)
             self._expected_eagerly[sampling] = self._decode(engine, sampling)
         return self._expected_eagerly[sampling]
@@ -225,6 +229,13 @@ def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # frees memory for the models of the next dtype
     return report
+
+
+def _expect_drafts(matrix: Matrix) -> None:
+    """Raise ConfigError if a drafter cannot be made, or a setting for drafters has no effect on any of them."""
+    drafts = matrix.drafts or (None,)
+    for draft, own in zip(drafts, configs_for(drafts, matrix.config), strict=True):
+        checked_draft(draft, own)
 
 
 def _tokens(outputs: list[GenerationOutput]) -> list[list[int]]:

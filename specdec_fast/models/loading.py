@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.parameter_shapes import other_shapes
 from specdec_fast.models.quantized_checkpoint import config_with_codes
-from specdec_fast.models.rounded_loading import RoundingConfig, can_round_while_loading
-from specdec_fast.models.rounded_models import round_weights, rounded_copy
+from specdec_fast.models.quantized_linears import how_quantised_by
+from specdec_fast.models.rounded_loading import RoundingConfig
+from specdec_fast.models.rounded_models import quantised_already, round_rows, round_weights, rounded_copy
+from specdec_fast.quantization.rounding import A8
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.sampling_params import eos_ids
 
@@ -30,41 +32,41 @@ def load_model(
     """Load a Hugging Face model by name or folder, or the one in a GGUF file, or return a loaded one unchanged.
 
     With ``quantization``, the linears of a model that is loaded here are rounded, and of a loaded one a copy is made
-    with rounded linears, which shares all other tensors with it.
+    with rounded linears, which shares all other tensors with it. With ``"a8"`` rows are rounded, and no weight.
 
     Args:
         source: an argument of ``AutoModelForCausalLM.from_pretrained``, the path of a GGUF file, or a loaded model.
         dtype: of the weights; None: the checkpoint's.
         device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
-        quantization: a name in ``ROUNDINGS``; None: weights stay as they are.
+        quantization: one of ``QUANTIZATIONS``; None: weights stay as they are.
 
     Raises ConfigError if there is no such model or device; if files are damaged, weights are missing or have other
     shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
     weights, is in training mode, or is spread over devices; or if a draft is sharded over processes.
     """
+    setting = "draft_quantization" if role == "draft" else "quantization"
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
         _check_loaded(source, dtype, device, role)
         if quantization is None:
             return source
         if is_sharded(source):
-            raise ConfigError(
-                f"{role} is sharded over processes, and quantization={quantization!r} rounds whole weights."
-            )
-        return rounded_copy(source, quantization)
+            raise ConfigError(f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights.")
+        return rounded_copy(source, quantization, setting)
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:
         what = "empty" if isinstance(source, str) else f"a {type(source).__name__}"
         raise ConfigError(f"{role} is {what}; expected the name or folder of a Hugging Face model, or a loaded one.")
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _expect_usable(device)
+    rounding = None if quantization == A8 else quantization
     if is_gguf(name):
-        model = _from_gguf(name, dtype, device)
-        if quantization is not None:
-            round_weights(model, quantization)
+        model = _from_gguf(name, dtype, device, setting, rounding)
+        if quantization == A8:
+            round_rows(model, setting)
         return model
     try:
-        options = _options_of(name, quantization, device)
+        options = _options_of(name, setting, rounding, device)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
             **options,
@@ -85,29 +87,40 @@ def load_model(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
             "complete checkpoint, or correct its config."
         )
+    if quantization == A8:
+        round_rows(model, setting)
+    return model
+
+
+def _from_gguf(
+    name: str, dtype: torch.dtype | None, device: torch.device, setting: str, quantization: str | None
+) -> PreTrainedModel:
+    from specdec_fast.models.gguf.loading import load_gguf
+    from specdec_fast.quantization.gguf.container import read_gguf
+
+    file = read_gguf(Path(name))
+    if quantization is not None and file.code_types:
+        raise quantised_already(repr(name), " and ".join(file.code_types), setting, quantization)
+    try:
+        model = load_gguf(file, dtype, device)
+    except ConfigError:
+        raise
+    except Exception as error:  # no memory
+        raise ConfigError(f"cannot load {name!r} onto {device}: {why_unreadable(error)}") from error
     if quantization is not None:
         round_weights(model, quantization)
     return model
 
 
-def _from_gguf(name: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    from specdec_fast.models.gguf.loading import load_gguf
-
-    try:
-        return load_gguf(Path(name), dtype, device)
-    except ConfigError:
-        raise
-    except Exception as error:  # no memory
-        raise ConfigError(f"cannot load {name!r} onto {device}: {why_unreadable(error)}") from error
-
-
-def _options_of(name: str, quantization: str | None, device: torch.device) -> dict[str, Any]:
+def _options_of(name: str, setting: str, quantization: str | None, device: torch.device) -> dict[str, Any]:
     """Return the arguments with which transformers loads codes, or rounds weights while it loads them."""
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if quantization is not None and (how := how_quantised_by(config)) is not None:
+        raise quantised_already(repr(name), how, setting, quantization)
     with_codes = config_with_codes(config)
     if with_codes is not None:
         return {"config": with_codes}
-    if quantization is None or not can_round_while_loading(config):
+    if quantization is None:
         return {}
     return {"quantization_config": RoundingConfig(quantization, str(device))}
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.ops import resolve
-from specdec_fast.quantization.packed_weight import PackedWeight, dequantized
+from specdec_fast.ops.quantized_linear import LARGEST_WHOLE
+from specdec_fast.quantization.packed_weight import INT8, TENSORS, PackedWeight, dequantized
 
 _exact_rows: ContextVar[bool] = ContextVar("exact_rows", default=False)
 
@@ -39,26 +41,48 @@ class PackedModule(nn.Module):
     """Holds a :class:`PackedWeight`.
 
     Attributes:
-        codes, scales, mins, table: the tensors of the packed weight, as buffers.
+        codes, table, scales, mins, super_scales, super_mins: the tensors of the packed weight, as buffers.
         dtype: of the rows that the model passes; of the weight that the codes replace.
     """
 
     codes: Tensor
+    table: Tensor | None
     scales: Tensor
     mins: Tensor | None
-    table: Tensor | None
+    super_scales: Tensor | None
+    super_mins: Tensor | None
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self._sizes = replace(weight, codes=_NOTHING, scales=_NOTHING, mins=None, table=None)
-        for name in ("codes", "scales", "mins", "table"):
+        nothing: dict[str, Any] = {name: _NOTHING if name in ("codes", "scales") else None for name in TENSORS}
+        self._sizes = replace(weight, **nothing)
+        for name in TENSORS:
             self.register_buffer(name, getattr(weight, name))
 
     @property
     def packed(self) -> PackedWeight:
         """The weight; its tensors are the module's."""
-        return replace(self._sizes, codes=self.codes, scales=self.scales, mins=self.mins, table=self.table)
+        return replace(self._sizes, **{name: getattr(self, name) for name in TENSORS})
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the op rounds rows."""
+        return self._sizes.rounds_rows
+
+    def round_rows(self) -> None:
+        """Let the op round rows from now on; see ``expect_whole_codes``."""
+        self._sizes = replace(self._sizes, rounds_rows=True)
+
+    def expect_whole_codes(self) -> None:
+        """Raise ValueError unless codes stand for whole numbers, which rounded rows can be multiplied with."""
+        has_whole = self._sizes.kind == INT8
+        if self.table is not None:
+            table = torch.zeros(1) if self.table.is_meta else self.table.cpu()
+            has_whole = bool((table == table.round()).all()) and float(table.abs().max()) <= LARGEST_WHOLE
+        if not has_whole:
+            values = self._sizes.kind if self.table is None else "of 4 bits for fractions"
+            raise ValueError(f"its codes are {values}, and rows are rounded for whole numbers up to {LARGEST_WHOLE}")
 
 
 class QuantizedLinear(PackedModule):
@@ -75,16 +99,15 @@ class QuantizedLinear(PackedModule):
     def __init__(
         self,
         weight: PackedWeight,
-        bias: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
         permutation: Tensor | None = None,
     ) -> None:
-        super().__init__(weight, dtype or weight.scales.dtype)
+        super().__init__(weight, dtype)
         self.in_features = weight.in_features
         self.out_features = weight.out_features
         self.group_size = weight.group_size
         self.kind = weight.kind
-        self.rounds_rows = weight.rounds_rows
         self.register_buffer("permutation", permutation)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
@@ -103,6 +126,7 @@ class QuantizedLinear(PackedModule):
         result: Tensor = torch.ops.specdec_fast.quantized_linear(
             self.ordered(rows), self.codes, self.scales, self.mins, self.table, self.bias,
             self.in_features, self.out_features, self.group_size, self.kind, self.rounds_rows and not _exact_rows.get(),
+            self.super_scales, self.super_mins,
         )  # fmt: skip
         return result
 
@@ -121,7 +145,8 @@ class PackedExperts(PackedModule):
 _LIBRARY = torch.library.Library("specdec_fast", "DEF")
 _LIBRARY.define(
     "quantized_linear(Tensor rows, Tensor codes, Tensor scales, Tensor? mins, Tensor? table, Tensor? bias, "
-    "int in_features, int out_features, int group_size, str kind, bool rounds_rows) -> Tensor"
+    "int in_features, int out_features, int group_size, str kind, bool rounds_rows, Tensor? super_scales=None, "
+    "Tensor? super_mins=None) -> Tensor"
 )
 
 
@@ -152,6 +177,32 @@ def weight_of(module: nn.Module) -> Tensor:
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Return a model's quantised linears by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def how_quantised(model: nn.Module) -> str | None:
+    """Return what a model's weights are quantised as, ``"int4 and int8"`` or ``"bitsandbytes"``; None: they are not."""
+    kinds = sorted({_kind_of(module) for module in model.modules() if isinstance(module, PackedModule)})
+    if kinds:
+        return " and ".join(kinds)
+    if (method := how_quantised_by(getattr(model, "config", None))) is not None:
+        return method
+    weights = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    for weight in weights:
+        is_plain = type(weight) is nn.Parameter or hasattr(weight, "device_mesh")  # that of a sharded one
+        if not is_plain or not weight.is_floating_point():
+            return f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}"
+    return None
+
+
+def how_quantised_by(config: Any) -> str | None:
+    """Return the method that a model's config names, ``"gptq"`` for example; None if it names none."""
+    parts = (config, config.get_text_config(decoder=True)) if isinstance(config, PreTrainedConfig) else ()
+    for part in parts:
+        fields: Any = getattr(part, "quantization_config", None)
+        if fields is not None:
+            method = fields.get("quant_method") if isinstance(fields, dict) else getattr(fields, "quant_method", None)
+            return str(getattr(method, "value", method))
+    return None
 
 
 def bytes_by_kind(model: nn.Module) -> dict[str, int]:

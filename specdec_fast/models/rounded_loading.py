@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -40,12 +40,6 @@ class RoundingConfig(QuantizationConfigMixin):
         self.quantization = quantization
         self.device = device
         self.quant_method = quant_method
-
-
-def can_round_while_loading(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this config takes a ``RoundingConfig``: not if transformers loads it quantised."""
-    parts = (config, config.get_text_config(decoder=True))
-    return all(getattr(part, "quantization_config", None) is None for part in parts)
 
 
 @register_quantizer(_NAME)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from transformers.pytorch_utils import Conv1D
 from specdec_fast.errors import ConfigError
 from specdec_fast.model_watch import replaced_forward
 from specdec_fast.models.experts import computed_by, entry_name, expert_configs, mixtures_of, use_own_function
-from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
+from specdec_fast.models.quantized_linears import PackedExperts, PackedModule, QuantizedLinear, how_quantised
 from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
-from specdec_fast.quantization.rounding import ROUNDINGS, Rounding, rounded
+from specdec_fast.quantization.rounding import A8, ROUNDINGS, Rounding, rounded
 
+NARROW = 32  # inputs for each output, from which on a linear stays as it is: it has 1/32 of a square one's weights
 _OUTPUT_LAYER = {4: 8}  # bits of the output layer, where it has more than the other linears
 
 
@@ -79,18 +81,42 @@ class WeightToRound:
 def weights_to_round(model: PreTrainedModel, quantization: str, must_run: bool = False) -> list[WeightToRound]:
     """Return the weights that ``quantization``, a name in ``ROUNDINGS``, rounds.
 
-    The output layer has 8 bits, also if the others have 4. ``must_run`` is that of ``linears_to_round``.
+    The output layer has 8 bits, also if the others have 4. Those of ``linears_to_keep`` are not among them.
+    ``must_run`` is that of ``linears_to_round``.
     """
     rounding = ROUNDINGS[quantization]
     of_output_layer = replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits))
     output_layer = model.get_output_embeddings()
+    linears = linears_to_round(model, must_run)
+    kept = linears_to_keep(model, linears)
     found = [
         WeightToRound(f"{name}.weight", module, "weight", of_output_layer if module is output_layer else rounding)
-        for name, module in linears_to_round(model, must_run).items()
+        for name, module in linears.items()
+        if name not in kept
     ]
     for name, module in mixtures_of(model).items():
         for attribute in (entry_name(module), "down_proj"):
             found.append(WeightToRound(f"{name}.{attribute}", module, attribute, rounding))
+    return found
+
+
+def linears_to_keep(model: PreTrainedModel, linears: Mapping[str, nn.Linear | Conv1D]) -> set[str]:
+    """Return which linears stay as they are, because rounding them saves next to nothing and may cost much.
+
+    These are routers, whose outputs choose experts: beside the experts of a layer, or in a module beside them, linears
+    with an output for each expert. And narrow linears, with an output for 32 inputs or fewer outputs, which a model
+    makes gates of, such as that of a shared expert.
+    """
+    numbers = {
+        name.rpartition(".")[0]: len(getattr(module, entry_name(module))) for name, module in mixtures_of(model).items()
+    }
+    found = set()
+    for name, module in linears.items():
+        num_outputs = module.bias.shape[0] if isinstance(module, Conv1D) else module.out_features
+        owners = accumulate(name.split(".")[:-1], "{}.{}".format)
+        is_router = any(numbers.get(owner) == num_outputs for owner in owners)
+        if is_router or num_outputs * NARROW <= module.weight.numel() // num_outputs:
+            found.add(name)
     return found
 
 
@@ -165,14 +191,53 @@ class _ReadWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def expect_unquantised(model: PreTrainedModel, setting: str, quantization: str) -> None:
+    """Raise ConfigError, which names the setting that asks for rounded weights, if a model's are quantised already."""
+    if (how := how_quantised(model)) is not None:
+        raise quantised_already(type(model).__name__, how, setting, quantization)
+
+
+def round_rows(model: PreTrainedModel, setting: str) -> None:
+    """Let rows be rounded that are multiplied with the codes of a model. Raises as ``expect_whole_codes``."""
+    for module in expect_whole_codes(model, setting):
+        module.round_rows()
+
+
+def expect_whole_codes(model: PreTrainedModel, setting: str) -> list[PackedModule]:
+    """Return the modules of a model that hold codes, for which rows can be rounded.
+
+    Raises ConfigError, which names the setting, if there are none, or codes stand for other values than whole numbers.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    if not modules:
+        raise ConfigError(
+            f"{setting}={A8!r} rounds rows that are multiplied with codes of a checkpoint or a GGUF file, and "
+            f"{type(model).__name__} has none that are read here; pass 'int8-a8' or 'int4-a8', which round weights too."
+        )
+    for name, module in modules.items():
+        try:
+            module.expect_whole_codes()
+        except ValueError as error:
+            raise ConfigError(f"{setting}={A8!r} does not serve {name}: {error}; leave it out.") from error
+    return list(modules.values())
+
+
+def quantised_already(name: str, how: str, setting: str, quantization: str) -> ConfigError:
+    """Return the error of a model whose weights are asked to be rounded, and are quantised already as ``how`` says."""
+    return ConfigError(
+        f"{setting}={quantization!r} rounds weights, and those of {name} are quantised already ({how}); leave it out, "
+        "or pass a model in bf16, fp16 or fp32."
+    )
+
+
 def round_weights(model: PreTrainedModel, quantization: str) -> None:
     """Replace a model's linears and experts by rounded ones, one after the other; embeddings and norms stay.
 
-    ``quantization`` is a name in ``ROUNDINGS``. A model whose linears are quantised already stays as it is. Raises
-    ConfigError if a weight has numbers that cannot be rounded, or there is no linear.
+    ``quantization`` is a name in ``ROUNDINGS``. Raises ConfigError if a weight has numbers that cannot be rounded,
+    there is no linear, or weights are quantised already.
     """
-    if not quantized_linears(model):
-        replace_weights(model, quantization, weights_to_round(model, quantization), {})
+    expect_unquantised(model, "quantization", quantization)
+    replace_weights(model, quantization, weights_to_round(model, quantization), {})
 
 
 def replace_weights(
@@ -199,20 +264,31 @@ def replace_weights(
             model.set_submodule(each.name.removesuffix(".weight"), replacement)
 
 
-def rounded_copy(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
-    """Return a copy of a model with weights rounded as by ``round_weights``, which shares all other tensors with it."""
-    if quantized_linears(model):
-        return model
+def rounded_copy(model: PreTrainedModel, quantization: str, setting: str = "quantization") -> PreTrainedModel:
+    """Return a copy of a model with weights rounded as by ``round_weights``, which shares all other tensors with it.
+
+    With ``"a8"`` it shares all tensors, and rows are rounded. Raises ConfigError as ``round_weights`` and
+    ``round_rows``; ``setting`` is the name of the setting in errors.
+    """
+    if quantization != A8:
+        expect_unquantised(model, setting, quantization)
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     with _as_loaded(model):
         own = copy.deepcopy(model, shared)
-    round_weights(own, quantization)
+    if quantization == A8:
+        round_rows(own, setting)
+    else:
+        round_weights(own, quantization)
     return own
 
 
 def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:
-    """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights."""
-    weights = [] if quantized_linears(model) else weights_to_round(model, quantization)
+    """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights.
+
+    Raises ConfigError if weights are quantised already.
+    """
+    expect_unquantised(model, "quantization", quantization)
+    weights = weights_to_round(model, quantization)
     replaced = {(each.module, each.attribute) for each in weights}
     kept = [
         tensor

@@ -11,7 +11,7 @@ from specdec_fast import _C  # after torch, whose OpenMP runtime it shares
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.batch.recurrent_batch import LinearAttentionParams, RecurrentBatch
 from specdec_fast.batch.sampling_batch import Sampling, addresses_of
-from specdec_fast.quantization.packed_weight import KINDS, PackedWeight
+from specdec_fast.quantization.packed_weight import KINDS, TENSORS, PackedWeight
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/kernels/dtype.h
 
@@ -100,9 +100,10 @@ def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = N
 
 def addresses_of_packed(weight: PackedWeight) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return addresses and sizes of a packed weight, in the order of PackedTuple in csrc/bindings.h."""
-    tensors = (weight.codes, weight.scales, weight.mins, weight.table)
+    tensors = [getattr(weight, name) for name in TENSORS]
     sizes = (weight.in_features, weight.out_features, weight.block_size, weight.group_size)
-    formats = (KINDS.index(weight.kind), DTYPE_CODES[weight.scales.dtype], int(weight.rounds_rows))
+    scale_dtype = DTYPE_CODES.get(weight.scales.dtype, 0)  # with super-scales, those of the groups are integers
+    formats = (KINDS.index(weight.kind), scale_dtype, int(weight.rounds_rows))
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors), (*sizes, *formats)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec_fast.ops.checks import FLOATS, expect, expect_tensor
 from specdec_fast.ops.quantized_linear import check_packed, quantized_linear
 from specdec_fast.ops.registry import Op
-from specdec_fast.quantization.packed_weight import PackedWeight, expert_of
+from specdec_fast.quantization.packed_weight import OF_GROUPS, PackedWeight, expert_of
 
 
 def grouped_quantized_linear(
@@ -47,7 +47,7 @@ def _check(rows: Tensor, expert_ids: Tensor, weight: PackedWeight, bias: Tensor 
     )
     experts = len(weight.codes)
     expect(weight.codes.dim() == 5 and experts > 0, "codes have no axis of experts.")
-    numbers = [tensor for tensor in (weight.scales, weight.mins) if tensor is not None]
+    numbers = [tensor for name in OF_GROUPS if (tensor := getattr(weight, name)) is not None]
     same = all(tensor.dim() == 4 and len(tensor) == experts for tensor in numbers)
     expect(same, f"scales and mins must be those of {experts} experts.")
     expect(all(each.is_contiguous() for each in weight.tensors), "the tensors of a packed weight must be contiguous.")

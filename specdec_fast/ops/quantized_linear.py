@@ -13,6 +13,7 @@ from specdec_fast.quantization.packed_weight import (
     KINDS,
     PANEL,
     SCALE_DTYPES,
+    SUPER_GROUP,
     TABLE,
     TABLE_SIZE,
     PackedWeight,
@@ -103,9 +104,21 @@ def check_packed(weight: PackedWeight, device: torch.device) -> None:
         f"group_size is {weight.group_size}; expected a multiple of {size}, the inputs of a block.",
     )
     num_groups = -(-weight.in_features // weight.group_size)
-    expect_tensor("scales", weight.scales, (panels, num_groups, PANEL), SCALE_DTYPES, device)
+    has_levels = weight.super_scales is not None
+    scale_dtypes = (torch.int8,) if has_levels else SCALE_DTYPES
+    expect_tensor("scales", weight.scales, (panels, num_groups, PANEL), scale_dtypes, device)
     if weight.mins is not None:
         expect_tensor("mins", weight.mins, (panels, num_groups, PANEL), (weight.scales.dtype,), device)
+    has_super_mins = weight.super_mins is not None
+    expect(has_super_mins == (has_levels and weight.mins is not None), "super_mins belong to mins and super_scales.")
+    for name in ("super_scales", "super_mins"):
+        if (supers := getattr(weight, name)) is not None:
+            num_supers = -(-weight.in_features // SUPER_GROUP)
+            expect_tensor(name, supers, (panels, num_supers, PANEL), (torch.float16,), device)
+            expect(
+                SUPER_GROUP % weight.group_size == 0,
+                f"group_size is {weight.group_size}; expected a divisor of {SUPER_GROUP}, the inputs of a super-scale.",
+            )
     if weight.table is not None:
         expect_tensor("table", weight.table, (TABLE_SIZE,), (torch.float32,), device)
     expect(all(each.is_contiguous() for each in weight.tensors), "the tensors of a packed weight must be contiguous.")

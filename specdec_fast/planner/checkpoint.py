@@ -17,11 +17,12 @@ from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
 from specdec_fast.models.model_checks import max_positions
 from specdec_fast.models.probe import probe_of
 from specdec_fast.models.quantized_checkpoint import ModelCodes, fields_of_codes
-from specdec_fast.models.quantized_linears import PackedExperts, quantized_linears
-from specdec_fast.models.rounded_models import tensors_after_rounding
+from specdec_fast.models.quantized_linears import PackedExperts, how_quantised, quantized_linears
+from specdec_fast.models.rounded_models import expect_whole_codes, tensors_after_rounding
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.quantization.packed_weight import PackedWeight
+from specdec_fast.quantization.rounding import A8
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.model_memory import bytes_of, estimated_row_bytes, weights_of
@@ -49,8 +50,9 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str |
     """Return the sizes of a Hugging Face checkpoint from its config, or of a loaded model.
 
     The weights will be loaded in ``dtype``; None: the checkpoint's. Those of linears will be rounded as
-    ``quantization`` says; None: not. Of a folder with codes of its own the bytes are those of the codes. Raises
-    ConfigError if the config cannot be read, names no dtype, or describes quantised weights whose sizes are unknown.
+    ``quantization`` says; None, and with ``"a8"``: not. Of a folder with codes of its own the bytes are those of the
+    codes. Raises ConfigError if the config cannot be read, names no dtype, describes quantised weights whose sizes are
+    unknown, or does not fit ``quantization``.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
@@ -71,7 +73,9 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str |
 
 
 def _weights_bytes(model: PreTrainedModel, quantization: str | None) -> int:
-    if quantization is None or quantized_linears(model):  # codes of a checkpoint's own stay as they are
+    if quantization == A8:
+        expect_whole_codes(model, "quantization")
+    if quantization in (None, A8):
         return bytes_of(weights_of(model))
     kept, rounded_bytes = tensors_after_rounding(model, quantization)
     return bytes_of(kept) + rounded_bytes
@@ -81,10 +85,21 @@ def copy_sizes(source: Any, dtype: torch.dtype | None, quantization: str) -> Che
     """Return the sizes of a copy of a target with rounded linears, which shares everything else with it.
 
     It has the weights of those linears alone, and reads the target's KV entries. Raises ConfigError as
-    ``checkpoint_sizes`` does.
+    ``checkpoint_sizes`` does, and if no such copy can draft: the target is quantised, or has recurrent layers.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
-    return checkpoint_sizes(model, dtype)._replace(weights=tensors_after_rounding(model, quantization)[1])
+    if (how := how_quantised(model)) is not None:
+        raise ConfigError(
+            f"no copy of {type(model).__name__} in few bits can draft for it: it is quantised already ({how}); "
+            "pass another drafter."
+        )
+    sizes = checkpoint_sizes(model, dtype)
+    if sizes.states:
+        raise ConfigError(
+            f"no copy of {type(model).__name__} in few bits can draft for it: draft rows would advance the states of "
+            "its recurrent layers; pass another drafter, such as 'ngram'."
+        )
+    return sizes._replace(weights=tensors_after_rounding(model, quantization)[1])
 
 
 def without_pages(sizes: CheckpointSizes) -> CheckpointSizes:
@@ -147,8 +162,9 @@ def _most_rows(setting: EngineSetting, decoding: int) -> int:
 def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
     if is_gguf(name := os.fspath(source)):
         from specdec_fast.models.gguf.loading import load_gguf
+        from specdec_fast.quantization.gguf.container import read_gguf
 
-        return load_gguf(Path(name), dtype, torch.device("meta"))
+        return load_gguf(read_gguf(Path(name)), dtype, torch.device("meta"))
     try:
         config = AutoConfig.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:  # no such model, damaged files; every reader raises errors of its own

@@ -50,10 +50,11 @@ class PlannedSetting(NamedTuple):
         """The term with most bytes."""
         return max(self.terms, key=self.terms.__getitem__)
 
-    def config(self, memory_bytes: int) -> dict[str, Any]:
-        """Return fields of an EngineConfig that has this setting."""
+    def config(self, memory_bytes: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of an EngineConfig that has this setting, and the fields that were ``given`` to plan it."""
         setting = self.setting
         fields = {
+            **given,
             "max_batch_size": setting.batch_size,
             "num_draft_tokens": setting.num_draft_tokens,
             "window_size": setting.num_resident,

@@ -8,12 +8,16 @@ of lane ``o`` is an int32 of output ``o``, so the 16 lanes of a word are 64 cont
   ``8 w + 4 + j``.
 
 Inputs after the last one and outputs after the last one have code 0 and scale 0.
+
+Scales and minima may have two levels, as those of llama.cpp's K types have: an 8-bit integer for each group, times a
+fp16 number for 256 inputs. Their product is exact in fp32, so no bit differs from that of products which are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +34,10 @@ FLOAT8 = "float8_e4m3"
 TABLE = "table"
 KINDS = (INT8, FLOAT8, TABLE)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SUPER_GROUP = 256  # inputs that share a super-scale, if scales have two levels
+# The tensors of a packed weight: codes and table, and those that have numbers of groups, with the panels first.
+OF_GROUPS = ("scales", "mins", "super_scales", "super_mins")
+TENSORS = ("codes", "table", *OF_GROUPS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +49,7 @@ class PackedWeight:
 
     Attributes:
         codes: ``[panels, blocks, words, 16]`` int32, contiguous; see the module.
-        scales: ``[panels, groups, 16]`` fp32, fp16 or bf16, contiguous.
+        scales: ``[panels, groups, 16]`` fp32, fp16 or bf16, contiguous; int8 if there are super-scales.
         mins: what every weight of a group has in addition, shape and dtype as ``scales``; None: nothing.
         table: ``[16]`` fp32, the values of 4-bit codes; None: codes have 8 bits.
         in_features, out_features: of the matrix, without padding.
@@ -49,6 +57,9 @@ class PackedWeight:
         kind: ``INT8``, ``FLOAT8`` or ``TABLE``.
         rounds_rows: whether the op rounds each block of a row to 8-bit integers, so that products are exact integers.
             Values must be whole numbers then.
+        super_scales: ``[panels, ceil(in_features / 256), 16]`` fp16, contiguous: what the scales of 256 inputs are
+            multiplied with; None: scales have one level.
+        super_mins: the same of the minima; None without super-scales, or without minima.
     """
 
     codes: Tensor
@@ -60,6 +71,8 @@ class PackedWeight:
     group_size: int
     kind: str
     rounds_rows: bool = False
+    super_scales: Tensor | None = None
+    super_mins: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -69,7 +82,7 @@ class PackedWeight:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that it consists of."""
-        return [each for each in (self.codes, self.scales, self.mins, self.table) if each is not None]
+        return [each for name in TENSORS if (each := getattr(self, name)) is not None]
 
     @property
     def nbytes(self) -> int:
@@ -77,18 +90,27 @@ class PackedWeight:
         return sum(each.nbytes for each in self.tensors)
 
 
+def joined(
+    weights: Sequence[PackedWeight], join: Callable[[list[Tensor]], Tensor], out_features: int | None = None
+) -> PackedWeight:
+    """Return one weight of weights of one format; ``join`` makes each tensor of theirs, but for the table.
+
+    ``out_features``: None if the joined weight has those of the first one.
+    """
+    first = weights[0]
+    parts = {name: [getattr(each, name) for each in weights] for name in ("codes", *OF_GROUPS)}
+    tensors: dict[str, Any] = {name: None if each[0] is None else join(each) for name, each in parts.items()}
+    return replace(first, out_features=out_features or first.out_features, **tensors)
+
+
 def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
     """Return the weights of several experts, of one shape and format, as one."""
-    first = weights[0]
-    mins = None if first.mins is None else torch.stack([each.mins for each in weights if each.mins is not None])
-    codes = torch.stack([each.codes for each in weights])
-    return replace(first, codes=codes, scales=torch.stack([each.scales for each in weights]), mins=mins)
+    return joined(weights, torch.stack)
 
 
 def expert_of(weight: PackedWeight, expert: int) -> PackedWeight:
     """Return the weight of one expert of a stacked one; it shares memory."""
-    mins = None if weight.mins is None else weight.mins[expert]
-    return replace(weight, codes=weight.codes[expert], scales=weight.scales[expert], mins=mins)
+    return joined([weight], lambda each: each[0][expert])
 
 
 def packed_bytes(
@@ -148,11 +170,24 @@ def pack(
         lanes = halves[..., 0] | (halves[..., 1] << 4)
     words = lanes.permute(0, 2, 3, 1).contiguous()
     packed_table = None if table is None else table.to(torch.float32).contiguous()
-    packed_mins = None if mins is None else _by_panel(mins, panels)
     return PackedWeight(
-        words, _by_panel(scales, panels), packed_mins, packed_table,
+        words, _by_panel(scales, panels), None if mins is None else _by_panel(mins, panels), packed_table,
         in_features, out_features, group_size, kind, rounds_rows,
     )  # fmt: skip
+
+
+def with_super_scales(weight: PackedWeight, super_scales: Tensor, super_mins: Tensor | None) -> PackedWeight:
+    """Return a weight whose 8-bit scales and minima are multiplied with ``[out_features, ceil(in_features / 256)]``.
+
+    These are fp16. Raises ValueError if shapes do not fit together.
+    """
+    shape = (weight.out_features, -(-weight.in_features // SUPER_GROUP))
+    for name, tensor in (("super_scales", super_scales), ("super_mins", super_mins)):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}.")
+    panels = len(weight.codes)
+    by_panel = None if super_mins is None else _by_panel(super_mins, panels)
+    return replace(weight, super_scales=_by_panel(super_scales, panels), super_mins=by_panel)
 
 
 def codes_of(weight: PackedWeight) -> Tensor:
@@ -174,9 +209,23 @@ def values_of(weight: PackedWeight) -> Tensor:
 
 
 def scales_of(weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
-    """Return ``[out_features, groups]`` of scales and of minima, in their dtype."""
-    scales = _by_output(weight.scales)[: weight.out_features]
-    return scales, None if weight.mins is None else _by_output(weight.mins)[: weight.out_features]
+    """Return ``[out_features, groups]`` of scales and of minima, in their dtype; of two levels the products in fp32."""
+    scales, mins, super_scales, super_mins = (
+        None if each is None else _by_output(each)[: weight.out_features]
+        for each in (getattr(weight, name) for name in OF_GROUPS)
+    )
+    assert scales is not None
+    if super_scales is not None:
+        groups = SUPER_GROUP // weight.group_size
+        scales = _products(scales, super_scales, groups)
+        if mins is not None:
+            assert super_mins is not None
+            mins = _products(mins, super_mins, groups)
+    return scales, mins
+
+
+def _products(numbers: Tensor, supers: Tensor, groups: int) -> Tensor:
+    return numbers.float() * supers.float().repeat_interleave(groups, dim=1)[:, : numbers.shape[1]]
 
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -46,6 +46,11 @@ ROUNDINGS = {
 }
 
 
+# Another setting: weights have codes already, and the op rounds the rows that are multiplied with them.
+A8 = "a8"
+QUANTIZATIONS = (*ROUNDINGS, A8)
+
+
 def rounded(weight: Tensor, rounding: Rounding) -> PackedWeight:
     """Round a weight ``[out_features, in_features]`` to nearest, symmetrically, with a scale per output and group.
 

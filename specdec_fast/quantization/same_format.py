@@ -18,6 +18,7 @@ from specdec_fast.quantization.packed_weight import (
     TABLE_SIZE,
     PackedWeight,
     codes_of,
+    joined,
     pack,
     scales_of,
 )
@@ -56,14 +57,7 @@ def by_output(weights: Sequence[PackedWeight]) -> PackedWeight:
         codes = torch.cat([codes_of(each) for each in weights])
         assert scales is not None
         return pack(codes, scales, mins, first.table, first.group_size, first.kind, first.rounds_rows)
-    mins = None if first.mins is None else torch.cat([each.mins for each in weights if each.mins is not None])
-    return replace(
-        first,
-        codes=torch.cat([each.codes for each in weights]),
-        scales=torch.cat([each.scales for each in weights]),
-        mins=mins,
-        out_features=sum(each.out_features for each in weights),
-    )
+    return joined(weights, torch.cat, sum(each.out_features for each in weights))
 
 
 def _of_one_table(weights: list[PackedWeight]) -> list[PackedWeight]:

@@ -8,14 +8,17 @@ import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.cli import main
 from specdec_fast.commands import plan as plan_module
 from specdec_fast.commands.plan import parse_bytes
-from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.models.rounded_models import rounded_copy
+from specdec_fast.planner.checkpoint import checkpoint_sizes, copy_sizes
 from specdec_fast.speculation_length.step_costs import StepCosts
 from support.commands import DRAFT, EAGLE3, TARGET
+from support.grids import grid
 from support.recurrent_models import recurrent_config, recurrent_model
 
 SHORT = {"prompt-tokens": 40, "new-tokens": 12}
@@ -96,6 +99,29 @@ def test_a_copy_of_the_target_has_its_codes_and_no_pages(capsys, monkeypatch):
     assert 0 < best["config"]["num_draft_tokens"] < plain["config"]["num_draft_tokens"], "drafting is not free"
 
 
+@pytest.mark.parametrize("how", grid([COMPUTED, []], keep=[COMPUTED]), ids=["computed", "measured"])
+def test_the_best_setting_has_what_the_command_line_set(capsys, monkeypatch, how):
+    costs = StepCosts({1: 1.0, 64: 1.1}, {0: 0.0, 1: 0.01, 64: 0.01})
+    monkeypatch.setattr(plan_module.StepCosts, "measured", lambda *_: costs)
+    given = {"quantization": "int4-a8", "draft_quantization": "int8", "dtype": "bfloat16", "batch_sizes": 1}
+    assert plan(*how, "--enforce-eager", **given) == 0
+    shown = re.search(r"Best: (EngineConfig\(.*\))", capsys.readouterr().out)[1]
+    config = eval(shown, {"EngineConfig": sd.EngineConfig})
+    assert (config.quantization, config.draft_quantization) == ("int4-a8", "int8")
+    assert (config.dtype, config.enforce_eager, config.device) == (torch.bfloat16, True, None)
+
+
+@pytest.mark.parametrize("how", [COMPUTED, []], ids=["computed", "measured"])
+def test_no_copy_is_planned_of_a_target_that_is_quantised_or_recurrent(capsys, tmp_path, how):
+    """The engine refuses them."""
+    assert "gains nothing beside quantization='int4'" in refused(capsys, *how, draft="self", quantization="int4")
+    model = rounded_copy(AutoModelForCausalLM.from_pretrained(TARGET), "int8")
+    with pytest.raises(sd.ConfigError, match=r"is quantised already \(int8\)"):
+        copy_sizes(model, None, "int4")
+    with pytest.raises(sd.ConfigError, match="advance the states"):
+        copy_sizes(recurrent_model("mamba2"), None, "int4")
+
+
 @pytest.mark.parametrize("draft", ["mtp", "eagle3:FOLDER"])
 def test_without_measuring_no_drafter_is_free_because_it_is_unknown(capsys, draft):
     assert "its sizes are known only when it is loaded" in refused(capsys, *COMPUTED, draft=draft)
@@ -125,7 +151,7 @@ def test_a_planned_engine_of_hybrid_models_has_the_planned_terms(capsys, monkeyp
     recurrent_model("mamba2").save_pretrained(given["draft"])
     (batch,) = planned(capsys, "--enforce-eager", **given, batch_sizes=2, acceptance=acceptance)["batches"]
     assert batch["num_draft_tokens"] == 1  # while the models were loaded with room for 8
-    engine = sd.Engine(*given.values(), **batch["config"], enforce_eager=True)
+    engine = sd.Engine(*given.values(), **batch["config"])
     assert engine.memory_plan.terms == batch["terms"]
     assert engine.memory_plan.terms["target states"]
 

@@ -51,6 +51,26 @@ def test_verify_reads_numbers_as_people_write_them(text, values):
     assert matrix.samplings == {text: sd.SamplingParams(**{"max_new_tokens": 3, "seed": 0, **values})}
 
 
+QUANTISED = {"batch-sizes": 1, "methods": "exspec", "num-draft-tokens": 1, "dtypes": "bfloat16", "max-new-tokens": 2}
+QUANTISED |= {"quantization": "int4", "draft-quantization": "int8-a8"}
+
+
+@pytest.mark.grid
+def test_verify_of_a_quantised_pair_has_its_quality(in_folder, prompt_ids):
+    """Both are quantised once, and every engine decodes with them."""
+    status, report = run_verify(in_folder, prompt_ids[1:2], **QUANTISED)
+    assert status == 0
+    (quality,) = report["quality"]
+    assert quality["quantization"] == "int4"
+    assert 0 < quality["mean_kl"] < 1
+
+
+def test_verify_refuses_a_draft_quantization_that_no_draft_reads(in_folder, prompt_ids, capsys):
+    with pytest.raises(FileNotFoundError):  # no report
+        run_verify(in_folder, prompt_ids[1:2], **QUANTISED, draft="ngram")
+    assert "draft_quantization='int8-a8' has no effect with draft='ngram'" in capsys.readouterr().err
+
+
 def test_verify_takes_auto_for_a_k(in_folder, prompt_ids):
     options = {"batch-sizes": 2, "methods": "eqspec", "num-draft-tokens": "2 auto"}
     status, report = run_verify(in_folder, prompt_ids[1:4], **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.drafters import DRAFTERS, configs_for
+from specdec_fast.drafters import DRAFTERS, checked_draft, configs_for
 from specdec_fast.drafters.ngram.trie_drafter import NgramTrieDrafter
 from support.medusa import named, random_heads, write_heads
 
@@ -35,6 +35,25 @@ def test_a_setting_without_effect_is_refused(target, draft, tmp_path, kind, sett
     write_heads(tmp_path, named(random_heads(target.config.vocab_size, target.config.hidden_size), "safetensors"))
     with pytest.raises(sd.ConfigError, match=message):
         sd.Engine(target, drafts.get(kind, kind), **setting)
+
+
+@pytest.mark.parametrize("draft", [None, "none", "ngram", "self", "medusa:x", NgramTrieDrafter(CONTEXT)], ids=str)
+def test_draft_quantization_without_a_draft_model_is_refused_before_anything_is_loaded(draft):
+    with pytest.raises(sd.ConfigError, match=r"draft_quantization='int4' has no effect with draft=.*: draft models"):
+        sd.Engine("no-such-folder", draft, draft_quantization="int4")
+
+
+def test_draft_models_read_draft_quantization(draft):
+    config = sd.EngineConfig(draft_quantization="int4", num_draft_tokens=0)
+    assert checked_draft(draft, config) is None, "decodes plainly, but the setting has its drafter"
+    both = configs_for([draft, "ngram"], config)
+    assert [own.draft_quantization for own in both] == ["int4", None]
+
+
+@pytest.mark.parametrize("draft", ["self", "self:int8"])
+def test_a_copy_of_a_rounded_target_is_refused_before_anything_is_loaded(draft):
+    with pytest.raises(sd.ConfigError, match=f"draft='{draft}' drafts with a copy .* quantization='int8-a8'"):
+        sd.Engine("no-such-folder", draft, quantization="int8-a8")
 
 
 def test_drafters_that_share_settings_get_those_that_they_read():

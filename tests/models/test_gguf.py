@@ -18,10 +18,10 @@ from specdec_fast.errors import ConfigError
 from specdec_fast.models.gguf.config import model_config
 from specdec_fast.models.gguf.loading import load_gguf
 from specdec_fast.models.loading import eos_token_ids, load_model
-from specdec_fast.models.quantized_linears import QuantizedLinear, bytes_by_kind
+from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, bytes_by_kind
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.quantization.gguf.container import read_gguf
-from specdec_fast.quantization.packed_weight import dequantized
+from specdec_fast.quantization.packed_weight import dequantized, expert_of
 from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.gguf_files import add_sentencepiece, add_tokenizer, write_gguf
@@ -31,7 +31,8 @@ CPU = torch.device("cpu")
 # As Q4_K_M and other mixtures have them: types by the part of the tensor's name. Vectors are F32.
 _MIXED = {
     "attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_qkv": "Q4_K", "attn_output": "Q4_0", "ffn_gate": "Q4_1",
-    "ffn_up": "Q8_0", "ffn_down": "F16", "token_embd": "Q6_K", "output": "BF16",
+    "ffn_up": "Q8_0", "ffn_down": "F16", "token_embd": "Q6_K", "output": "BF16", "ffn_gate_inp": "F32",
+    "ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K",
 }  # fmt: skip
 _SIZES = {
     "vocab_size": 96, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,6 +48,17 @@ _LAYOUTS = {
     "mistral nemo, heads of another size": ("llama", {"head_dim": 32, "rope_parameters": _LINEAR}),
     "qwen2": ("qwen2", {"rope_parameters": _YARN}),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _ROPE}),
+    "qwen3moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "rope_parameters": _ROPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma2": ("gemma2", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": (
         "gemma3_text",
@@ -103,7 +115,7 @@ def small(tmp_path):
 @torch.inference_mode()
 def test_logits_are_those_of_the_dequantised_weights(written):
     """Compared in fp64, the error is at most twice that of transformers in fp32 with the dequantised weights."""
-    model = load_gguf(written.path, torch.float32, CPU)
+    model = load_gguf(read_gguf(written.path), torch.float32, CPU)
     tokens = torch.arange(40)[None] * 7 % 96
     expected = written.reference(tokens).logits
     in_fp32 = type(model)(written.reference.config).eval()
@@ -114,11 +126,15 @@ def test_logits_are_those_of_the_dequantised_weights(written):
 
 
 def test_codes_are_kept_and_only_embeddings_are_dequantised(written):
-    model = load_gguf(written.path, torch.bfloat16, CPU)
+    model = load_gguf(read_gguf(written.path), torch.bfloat16, CPU)
     weights = written.reference.state_dict()
     quantised = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
     for name, module in quantised.items():
         assert torch.equal(dequantized(module.packed, torch.float32).double(), weights[f"{name}.weight"])
+    for name, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            each = [dequantized(expert_of(module.packed, expert), torch.float32) for expert in range(4)]
+            assert torch.equal(torch.stack(each).double(), weights[name])
     is_tied = model.config.tie_word_embeddings
     assert ("lm_head" in quantised) == is_tied
     embeddings = model.get_input_embeddings().weight
@@ -130,7 +146,7 @@ def test_codes_are_kept_and_only_embeddings_are_dequantised(written):
 
 def test_the_plan_knows_the_bytes_without_reading_weights(written):
     sizes = checkpoint_sizes(written.path, None)
-    assert sizes.weights == bytes_of(weights_of(load_gguf(written.path, None, CPU)))
+    assert sizes.weights == bytes_of(weights_of(load_gguf(read_gguf(written.path), None, CPU)))
     assert sizes.row_parameters == checkpoint_sizes(copy.deepcopy(written.reference).float(), None).row_parameters
 
 
@@ -163,7 +179,7 @@ def test_divided_frequencies_of_llama_3_1_are_read(small):
     assert factors.max() > 7
     reference = small.write(model=model, add=lambda writer: writer.add_tensor("rope_freqs.weight", factors.numpy()))
     tokens = torch.arange(40)[None]
-    got = load_gguf(small.path, torch.float32, CPU)(tokens).logits
+    got = load_gguf(read_gguf(small.path), torch.float32, CPU)(tokens).logits
     torch.testing.assert_close(got, reference(tokens).logits.float(), atol=1e-5, rtol=1e-5)
 
 
@@ -182,7 +198,7 @@ def test_factors_of_phi3_with_many_positions_are_read(small):
 
     reference = small.write(model=model, add=add)
     tokens = torch.arange(20)[None]
-    got = load_gguf(small.path, torch.float32, CPU)(tokens).logits
+    got = load_gguf(read_gguf(small.path), torch.float32, CPU)(tokens).logits
     torch.testing.assert_close(got, reference(tokens).logits.float(), atol=1e-5, rtol=1e-5)
 
 
@@ -203,6 +219,30 @@ def test_the_dtype_is_the_files_or_bf16_beside_codes(small, types, dtype):
     assert load_model(small.path, None, CPU).dtype == dtype
 
 
+def test_rows_are_rounded_for_codes_of_a_file(written):
+    """Also experts'; the model stays close to that with its rows as they are."""
+    model = load_model(written.path, torch.float32, CPU, quantization="a8")
+    kinds = set(bytes_by_kind(model))
+    assert {"int4-a8", "int8-a8"} <= kinds <= {"int4-a8", "int8-a8", "float32"}
+    tokens = torch.arange(40)[None] * 7 % 96
+    with torch.inference_mode():
+        found, expected = (each(tokens).logits for each in (model, load_model(written.path, torch.float32, CPU)))
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.25  # a router may choose other experts
+    assert checkpoint_sizes(written.path, None, "a8").weights == checkpoint_sizes(written.path, None).weights
+
+
+def test_experts_of_floats_stay_floats_and_those_of_two_types_are_refused(small):
+    model = _random_model("qwen3moe", num_hidden_layers=1, hidden_size=64, moe_intermediate_size=32)
+    reference = small.write(model=model, types=lambda _: "F32")
+    loaded = load_gguf(read_gguf(small.path), None, CPU)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(loaded.get_parameter(name).double(), reference.get_parameter(name))
+    for other in ("F16", "Q4_0"):
+        small.write(model=model, types=lambda name, other=other: other if "ffn_up_exps" in name else "Q8_0")
+        with pytest.raises(ConfigError, match=rf"ffn_gate_exps.* and 'blk.0.ffn_up_exps.weight' are {other} and Q8_0"):
+            load_gguf(read_gguf(small.path), None, CPU)
+
+
 def test_a_file_of_floats_can_be_rounded(small):
     small.write(types=lambda _: "F32")
     model = load_model(small.path, None, CPU, quantization="int4")
@@ -210,11 +250,12 @@ def test_a_file_of_floats_can_be_rounded(small):
     assert checkpoint_sizes(small.path, None, "int4").weights == bytes_of(weights_of(model))
 
 
-def test_a_file_with_codes_stays_as_it_is(small):
+def test_a_file_with_codes_is_not_rounded(small):
     small.write(types=lambda name: "F32" if "ffn" in name else "Q8_0")
-    model = load_model(small.path, None, CPU, quantization="int4")
-    assert set(bytes_by_kind(model)) == {"int8", "bfloat16"}
-    assert checkpoint_sizes(small.path, None, "int4").weights == bytes_of(weights_of(model))
+    with pytest.raises(ConfigError, match=r"quantization='int4' .*model\.gguf' are quantised already \(Q8_0\)"):
+        load_model(small.path, None, CPU, quantization="int4")
+    with pytest.raises(ConfigError, match=r"quantised already \(int8\)"):
+        checkpoint_sizes(small.path, None, "int4")
 
 
 def _without(left_out):

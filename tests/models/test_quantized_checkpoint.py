@@ -167,24 +167,34 @@ def test_codes_of_a_tied_output_layer_are_refused(written, tmp_path):
         load_model(folder, None, torch.device("cpu"))
 
 
-def test_quantization_leaves_a_checkpoint_with_codes_as_it_is(written):
+@pytest.mark.parametrize(("role", "setting"), [("target", "quantization"), ("draft", "draft_quantization")])
+def test_a_checkpoint_with_codes_is_not_rounded(written, role, setting):
     folder, _ = written("int4")
-    model = load_model(folder, None, torch.device("cpu"))
-    both = load_model(folder, None, torch.device("cpu"), quantization="int8")
-    assert type(both.lm_head) is nn.Linear
-    for name, module in quantized_linears(model).items():
-        assert torch.equal(module.codes, both.get_submodule(name).codes)
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match=rf"{setting}='int8' .* quantised already \(compressed-tensors\)"):
+        load_model(folder, None, cpu, role, quantization="int8")
+    with pytest.raises(ConfigError, match=rf"{setting}='int8' .*LlamaForCausalLM are quantised already \(int4\)"):
+        load_model(load_model(folder, None, cpu), None, cpu, role, quantization="int8")
+    with pytest.raises(ConfigError, match=r"quantised already \(int4\)"):
+        checkpoint_sizes(folder, torch.bfloat16, "int4")
+
+
+def test_rows_are_rounded_for_codes_of_whole_numbers_alone(written):
+    cpu = torch.device("cpu")
+    model = load_model(written("gptq")[0], None, cpu, quantization="a8")
+    assert all(module.rounds_rows for module in quantized_linears(model).values())
+    with pytest.raises(ConfigError, match=r"draft_quantization='a8' does not serve model\..* are float8_e4m3"):
+        load_model(written("fp8")[0], None, cpu, "draft", quantization="a8")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_are_known_before_loading(name, written):
-    """From the files, codes unread; with ``quantization`` as well, which leaves such checkpoints as they are."""
+    """From the files, codes unread."""
     folder, _ = written(name)
     model = load_model(folder, torch.bfloat16, torch.device("cpu"))
     held = bytes_of(weights_of(model))
     assert checkpoint_sizes(folder, torch.bfloat16).weights == held
-    assert checkpoint_sizes(folder, torch.bfloat16, "int4").weights == held
-    assert checkpoint_sizes(model, None, "int4").weights == held
+    assert checkpoint_sizes(model, None).weights == held
 
 
 def test_a_budget_that_only_the_codes_meet(written):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,9 @@ def quantized_args(out_features: int, form: dict[str, Any], dtype: torch.dtype) 
         kind=form["kind"],
         rounds_rows="rounds_rows" in form,
     )
+    if scales.dtype == torch.int8:
+        supers = torch.empty(panels, 16, 16, dtype=torch.float16)
+        weight = replace(weight, super_scales=supers, super_mins=None if weight.mins is None else supers)
     return {"rows": torch.empty(2, 4096, dtype=dtype), "weight": weight}
 
 
@@ -140,6 +144,7 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
             (4096, {"kind": TABLE}),
             (4096, {"kind": INT8, "rounds_rows": True}),
             (4096, {"kind": TABLE, "has_mins": True, "scale_dtype": torch.float32}),
+            (4096, {"kind": TABLE, "has_mins": True, "scale_dtype": torch.int8}),
         )
     ],
     "noise_words": [lambda dtype, case=case: make("noise_words", case, dtype) for case in ("level", "wide")],

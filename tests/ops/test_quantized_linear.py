@@ -10,7 +10,7 @@ import torch
 from bench.op_cases import OP_CASES
 from bench.op_cases.quantized_linear import E2M1, WHOLE
 from specdec_fast.ops import all_ops
-from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, pack
+from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, pack, scales_of, stacked, with_super_scales
 from specdec_fast.quantization.rounding import ROUNDINGS, rounded
 from support.grids import each_value_once
 from support.op_cases import each_dtype
@@ -126,6 +126,60 @@ def test_every_row_is_rounded_as_the_oracle_rounds_it(version):
     weight = replace(weight, scales=torch.ones_like(weight.scales))
     args = {"rows": rows, "weight": weight, "bias": None}
     assert torch.equal(OP.load("cpp")(**args), OP.load("torch")(**args))
+
+
+def of_two_levels(kind, in_features, group_size, has_mins, rounds_rows):
+    """A weight whose scales have two levels, and the same with the products of both levels in fp32."""
+    generator = torch.Generator().manual_seed(in_features)
+    codes = torch.randint(0, 16, (40, in_features), generator=generator).byte()
+    shape = (2, 40, -(-in_features // group_size))
+    scales, mins = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+    super_scales, super_mins = torch.randn(2, 40, -(-in_features // 256), generator=generator).half()
+    super_scales[3, 0] = 2.0**-24  # subnormal, as are those of small weights
+    table = torch.tensor(WHOLE) if kind == TABLE else None
+    one_level = pack(codes, scales, mins if has_mins else None, table, group_size, kind, rounds_rows)
+    two = with_super_scales(one_level, super_scales, super_mins if has_mins else None)
+    products = scales_of(two)
+    return two, pack(codes, *products, table, group_size, kind, rounds_rows)
+
+
+@each_value_once("version")
+@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "in_features", "group_size", "has_mins"),
+    [(TABLE, 2560, 32, True), (INT8, 300, 16, False), (INT8, 520, 32, True), (TABLE, 512, 256, False)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scales_of_two_levels_have_the_bits_of_their_products(
+    version, kind, in_features, group_size, has_mins, rounds_rows, dtype
+):
+    two, one = of_two_levels(kind, in_features, group_size, has_mins, rounds_rows)
+    rows = torch.randn(30, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for count in (1, 30):
+        found = OP.load("cpp")(rows[:count], two)
+        assert same_bits(found, OP.load("cpp")(rows[:count], one))
+        assert found[:, 3].any()
+    assert torch.equal(OP.load("torch")(rows[:2], two), OP.load("torch")(rows[:2], one))
+    experts = [stacked([own, own, own]) for own in (two, one)]
+    ids = torch.tensor([[0, 2], [1, 1]])
+    grouped = all_ops()["grouped_quantized_linear"].load("cpp")
+    assert same_bits(*(grouped(rows[:2, None], ids, each) for each in experts))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"super_scales": None}, "scales is torch.int8; expected"),
+        ({"super_mins": None}, "super_mins belong to mins and super_scales"),
+        ({"super_scales": torch.ones(3, 1, 16).half()}, r"super_scales has shape \[3, 1, 16\]; expected \[3, 2, 16\]"),
+        ({"super_mins": torch.ones(3, 2, 16)}, "super_mins is torch.float32; expected float16"),
+        ({"scales": torch.ones(3, 9, 16)}, "scales is torch.float32; expected int8"),
+    ],
+)
+def test_levels_that_do_not_fit_are_refused(change, message):
+    two, _ = of_two_levels(TABLE, 288, 32, True, False)
+    with pytest.raises(ValueError, match=message):
+        OP.load("cpp")(torch.zeros(1, 288), replace(two, **change))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from bench.op_cases.quantized_linear import E2M1, WHOLE
 from specdec_fast.ops.quantized_linear import rounded_blocks
 from specdec_fast.ops.registry import INTERPRETING
-from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, PackedWeight, codes_of, pack
+from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, PackedWeight, codes_of, pack, scales_of
 from specdec_fast.triton_kernels import quantized_linear as module
 from specdec_fast.triton_kernels import quantized_linear_parts as parts
 from specdec_fast.triton_kernels.quantized_linear import quantized_linear
@@ -43,6 +43,19 @@ def make_rows(num_rows: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(num_rows, IN_FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+def of_levels(weight: PackedWeight) -> PackedWeight:
+    """The same with integers as scales, which numbers of 256 inputs are multiplied with."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (weight.codes.shape[0], -(-IN_FEATURES // 256), 16)
+    supers = torch.randn(2, *shape, generator=generator).half()
+    whole = {
+        name: (getattr(weight, name) * 40).to(torch.int8)
+        for name in ("scales", "mins")
+        if getattr(weight, name) is not None
+    }
+    return replace(weight, super_scales=supers[0], super_mins=None if weight.mins is None else supers[1], **whole)
+
+
 WEIGHTS = {
     "int4": make_weight(TABLE, table=WHOLE, has_mins=True),
     "int8": make_weight(INT8, group_size=64),
@@ -51,6 +64,8 @@ WEIGHTS = {
     "int4_a8": make_weight(TABLE, table=E2M1, rounds_rows=True),
     "int8_a8": make_weight(INT8, has_mins=True, rounds_rows=True),
     "short_a8": make_weight(INT8, group_size=16, rounds_rows=True),
+    "levels": of_levels(make_weight(TABLE, table=WHOLE, has_mins=True)),
+    "short_levels_a8": of_levels(make_weight(INT8, group_size=16, rounds_rows=True)),
 }
 each_weight = pytest.mark.parametrize("weight", list(WEIGHTS.values()), ids=list(WEIGHTS))
 
@@ -140,6 +155,16 @@ def test_rows_are_rounded_as_by_the_oracle(size):
     assert torch.equal(whole.float(), expected.flatten(1))
     torch.testing.assert_close(steps, expected_steps, rtol=0, atol=0, equal_nan=True)
     assert steps.isnan().sum() == 2
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["levels", "short_levels_a8"])
+def test_scales_of_two_levels_have_the_bits_of_their_products(name):
+    weight = WEIGHTS[name]
+    rows = make_rows(3, torch.float16)
+    scales, mins = scales_of(weight)
+    products = pack(codes_of(weight), scales, mins, weight.table, weight.group_size, weight.kind, weight.rounds_rows)
+    assert torch.equal(quantized_linear(rows, weight), quantized_linear(rows, products))
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_kv_positions_are_whole_pages_of_every_resident_sequence():
     (choice,) = choose(memory(), 10**12, [3], TRAFFIC, [0.5], times(), 512)
     assert choice.setting.num_resident == 6
     assert choice.setting.num_positions == 6 * 128  # 100 + 29 - 1
-    config = choice.config(10**12)
+    config = choice.config(10**12, {})
     assert (config["max_batch_size"], config["window_size"], config["kv_cache_tokens"]) == (3, 6, 768)
 
 

@@ -62,8 +62,13 @@ def test_rounded_numbers_stand_for_the_same_weights(name):
 def test_4_bit_codes_stay_in_4_bits_and_scales_in_the_types_own_precision(name):
     weight = packed(torch.from_numpy(_random_blocks(name, 16, 1)), BLOCK_TYPES[name])
     assert (weight.table is not None) == (name in ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL"))
-    assert weight.scales.dtype == (torch.float32 if name.endswith("_K") else torch.float16)
+    assert weight.scales.dtype == (torch.int8 if name.endswith("_K") else torch.float16)
+    assert (weight.super_scales is not None) == name.endswith("_K")
     assert weight.group_size == (16 if name == "Q6_K" else 32)
+    bits = {"Q4_K": 4.625, "Q5_K": 8.625, "Q6_K": 8.5625}
+    if name in bits:
+        numbers = weight.nbytes - (0 if weight.table is None else weight.table.nbytes)
+        assert 8 * numbers == bits[name] * 16 * 256
 
 
 def test_a_matrix_decoded_in_slices_is_packed_as_a_whole(monkeypatch):
@@ -72,6 +77,7 @@ def test_a_matrix_decoded_in_slices_is_packed_as_a_whole(monkeypatch):
     monkeypatch.setattr(block_types, "_SLICE", 1)
     sliced = packed(raw, BLOCK_TYPES["Q4_K"])
     assert torch.equal(whole.codes, sliced.codes)
+    assert torch.equal(whole.super_mins, sliced.super_mins)
     assert torch.equal(codes_of(whole), codes_of(sliced))
     assert all(torch.equal(a, b) for a, b in zip(scales_of(whole), scales_of(sliced), strict=True))
     weights = weights_of(raw, BLOCK_TYPES["Q4_K"], torch.bfloat16)

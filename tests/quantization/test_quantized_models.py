@@ -15,7 +15,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear, quantized_linears
 from specdec_fast.models.replaced_functions import lock_of
-from specdec_fast.models.rounded_models import linears_to_round, rounded_copy
+from specdec_fast.models.rounded_models import linears_to_keep, linears_to_round, rounded_copy
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.quantization.packed_weight import dequantized, expert_of
 from specdec_fast.quantization.rounding import ROUNDINGS
@@ -170,7 +170,9 @@ def plain(pair, quantization):
 def test_bits_equal_plain_decoding(pair, plain, quantization, drafter, sizes, schedule, enforce_eager):
     target, draft = pair
     source = draft if drafter == "model" else drafter
-    options = {"quantization": quantization, "draft_quantization": quantization, "enforce_eager": enforce_eager}
+    options = {"quantization": quantization, "enforce_eager": enforce_eager}
+    if source is draft:
+        options["draft_quantization"] = quantization
     engine = sd.Engine(target, source, **sizes, **schedule, **options)
     assert engine.target.has_program != enforce_eager, engine.target.why_no_program
     assert results(engine) == plain[enforce_eager]
@@ -239,7 +241,7 @@ def test_a_budget_that_only_quantised_weights_meet():
 @pytest.mark.parametrize("value", ["int3", 4, True])
 def test_other_names_are_refused(name, value):
     with pytest.raises(
-        sd.ConfigError, match=f"{name}={value!r}: expected one of int8, int4, int8-a8, int4-a8, or None"
+        sd.ConfigError, match=f"{name}={value!r}: expected one of int8, int4, int8-a8, int4-a8, a8, or None"
     ):
         sd.EngineConfig(**{name: value})
 
@@ -260,7 +262,42 @@ def test_modules_say_what_they_are():
         "QuantizedLinear(in_features=32, out_features=64, bias=False, table of 4 bits in groups of 32, rows of int8)"
     )
     assert isinstance(quantized.lm_head, QuantizedLinear)
-    assert rounded_copy(quantized, "int4-a8") is quantized, "a model that is quantised already stays as it is"
+
+
+def test_a_model_that_is_quantised_already_is_refused():
+    """By this library, by a method that its config names, or by weights of another type than PyTorch's."""
+    by_us = rounded_copy(tiny_model("llama"), "int4-a8")
+    named = copy.deepcopy(tiny_model("llama"))
+    named.config.quantization_config = {"quant_method": "bitsandbytes"}
+    typed = copy.deepcopy(tiny_model("llama"))
+    typed.lm_head.weight = torch.nn.Parameter(typed.lm_head.weight.data.to(torch.uint8), requires_grad=False)
+    for model, how in ((by_us, "int4-a8 and int8-a8"), (named, "bitsandbytes"), (typed, "Parameter of uint8")):
+        with pytest.raises(sd.ConfigError, match=rf"quantization='int8' .* are quantised already \({how}\); leave"):
+            sd.Engine(model, None, quantization="int8")
+
+
+def test_rows_are_rounded_for_codes_that_a_model_has():
+    """The result is the model that is rounded together with its rows; it shares every tensor with the model."""
+    model = tiny_model("llama")
+    quantized = rounded_copy(model, "int4")
+    engine = sd.Engine(quantized, "ngram", quantization="a8")
+    assert results(engine) == results(sd.Engine(model, None, quantization="int4-a8"))
+    assert set(engine.describe()["linear_bytes"]) == {"int4-a8", "int8-a8"}
+    assert not any(module.rounds_rows for module in quantized_linears(quantized).values())
+    assert engine.target.model.lm_head.codes is quantized.lm_head.codes
+    assert checkpoint_sizes(quantized, None, "a8") == checkpoint_sizes(quantized, None)
+
+
+def test_rows_are_not_rounded_where_there_are_no_whole_numbers():
+    with pytest.raises(sd.ConfigError, match=r"quantization='a8' rounds .* LlamaForCausalLM has none .* 'int4-a8'"):
+        sd.Engine(tiny_model("llama"), None, quantization="a8")
+    quantized = rounded_copy(tiny_model("llama"), "int4")
+    quantized.lm_head.table = torch.linspace(-1, 1, 16)
+    quantized.lm_head.codes = quantized.model.layers[0].mlp.up_proj.codes
+    with pytest.raises(sd.ConfigError, match="'a8' does not serve lm_head: its codes are of 4 bits for fractions"):
+        sd.Engine(quantized, None, quantization="a8")
+    with pytest.raises(sd.ConfigError, match="does not serve lm_head"):
+        checkpoint_sizes(quantized, None, "a8")
 
 
 @each_value_once
@@ -276,6 +313,32 @@ def test_experts_are_rounded_as_well(name, quantization):
     assert engine.describe()["why_no_program"] is None
     outputs = engine.generate(PROMPTS, sd.SamplingParams(max_new_tokens=10, ignore_eos=True))
     assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("qwen2-moe", "mlp.shared_expert_gate"), ("gemma4-moe", "router.proj"), ("hunyuan-moe", "mlp.gate.wg")],
+)
+def test_what_chooses_or_weighs_experts_stays(name, kept):
+    """It has few bytes, and describe() counts it under its dtype."""
+    model = tiny_mixture(name, torch.bfloat16)
+    quantized = rounded_copy(model, "int4")
+    left = [name for name, module in quantized.named_modules() if type(module) is torch.nn.Linear]
+    assert left == [f"model.layers.{i}.{kept}" for i in range(2)]
+    held = [quantized.get_submodule(name).weight for name in left]
+    assert all(weight is model.get_submodule(name).weight for name, weight in zip(left, held, strict=True))
+    described = sd.Engine(model, None, quantization="int4").describe()["linear_bytes"]
+    kind = str(held[0].dtype).removeprefix("torch.")  # the router of Hunyuan has fp32
+    assert described[kind] == sum(weight.nbytes for weight in held)
+    assert checkpoint_sizes(model, None, "int4").weights == bytes_of(weights_of(quantized))
+
+
+def test_a_linear_with_a_32nd_of_its_inputs_as_outputs_stays():
+    model = tiny_model("llama")
+    wide = model.model.layers[0].mlp.up_proj
+    for outputs, stays in ((1, True), (2, False)):
+        linears = {"narrow": torch.nn.Linear(wide.in_features, outputs), "conv": Conv1D(outputs, wide.in_features)}
+        assert linears_to_keep(model, linears) == (set(linears) if stays else set())
 
 
 def test_sizes_of_rounded_experts_are_known_before_loading(tmp_path):

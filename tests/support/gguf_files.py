@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-ARCHITECTURES = {"gemma3_text": "gemma3"}  # where transformers has another name
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # where transformers has another name
 # Types that the package gguf cannot round to: bytes where a block has fp16 numbers, and their size for small weights.
 _RANDOM = {"Q4_K": {0: 2e-4, 2: 1.5e-3}, "Q5_K": {0: 1e-4, 2: 1.5e-3}, "Q6_K": {208: 5e-5}, "IQ4_NL": {0: 1e-3}}
 
@@ -45,25 +45,41 @@ def write_gguf(
     key = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(key, model.config.num_hidden_layers)
     reference = copy.deepcopy(model).double()
+    if model.config.model_type == "qwen3_moe":
+        reference.set_experts_implementation("batched_mm")  # which computes in fp64
     stated = reference.state_dict()
     for position, (hf_name, weight) in enumerate(model.state_dict().items()):
         if hf_name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        kind = GGMLQuantizationType[(types if weight.dim() > 1 else vectors)(name)]
-        order = _order(model.config, name, len(weight))
-        shift = int(architecture.startswith("gemma") and name.endswith("norm.weight"))
-        data = _encoded((weight.float() + shift)[order].numpy(), kind, position)
-        numbers = torch.from_numpy(np.array(quants.dequantize(data, kind))).double()
-        stated[hf_name][order] = numbers.view(weight.shape) - shift
-        data = change(name, data, kind)
-        if data is not None:
-            writer.add_tensor(name, data, raw_dtype=kind)
+        for name, part in _parts(names, hf_name, weight):
+            kind = GGMLQuantizationType[(types if part.dim() > 1 else vectors)(name)]
+            # The router of a mixture stays in F32, as llama.cpp has it.
+            kind = GGMLQuantizationType.F32 if name.endswith("ffn_gate_inp.weight") else kind
+            order = _order(model.config, name, len(part))
+            shift = int(architecture.startswith("gemma") and name.endswith("norm.weight"))
+            data = _encoded((part.float() + shift)[order].numpy(), kind, position)
+            numbers = torch.from_numpy(np.array(quants.dequantize(data, kind))).double()
+            stated_part = dict(_parts(names, hf_name, stated[hf_name]))[name]
+            stated_part[order] = numbers.view(part.shape) - shift
+            data = change(name, data, kind)
+            if data is not None:
+                writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return reference
+
+
+def _parts(names, hf_name, weight):
+    """Yield the file's names and parts of a parameter: of the experts of a layer, those of its gates come first."""
+    if "mlp.experts" not in hf_name:
+        yield names.get_name(hf_name, try_suffixes=(".weight", ".bias")), weight
+        return
+    layer = hf_name.split(".")[2]
+    kinds = ("gate", "up") if "gate_up" in hf_name else ("down",)
+    for kind, part in zip(kinds, weight.chunk(len(kinds), dim=1), strict=True):
+        yield f"blk.{layer}.ffn_{kind}_exps.weight", part
 
 
 def add_tokenizer(writer, tokenizer):
@@ -107,7 +123,11 @@ def _add_settings(writer, model):
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if config.model_type in ("qwen3", "gemma2", "gemma3_text"):
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     elif config.model_type == "llama":
@@ -156,8 +176,9 @@ def _encoded(numbers, kind, seed):
         return quants.quantize(np.ascontiguousarray(numbers), kind)
     generator = np.random.default_rng(seed)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = generator.integers(0, 256, (len(numbers), numbers.shape[1] // block_size, block_bytes), dtype=np.uint8)
+    shape = (*numbers.shape[:-1], numbers.shape[-1] // block_size, block_bytes)
+    blocks = generator.integers(0, 256, shape, dtype=np.uint8)
     for start, size in _RANDOM[kind.name].items():
-        halves = np.full((*blocks.shape[:2], 1), size, np.float16)
+        halves = np.full((*shape[:-1], 1), size, np.float16)
         blocks[..., start : start + 2] = halves.view(np.uint8)
-    return blocks.reshape(len(numbers), -1)
+    return blocks.reshape(*numbers.shape[:-1], -1)

@@ -29,6 +29,8 @@ class ModelDrafter(PooledDrafter):
     only lowers ``draft_kv_length`` (I4), so the draft model computes a prompt once.
     """
 
+    settings = ("draft_quantization",)
+
     def __init__(
         self,
         model: RaggedModel,

@@ -20,6 +20,7 @@ MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "phi3": "phi3",
@@ -202,6 +203,15 @@ def _qwen(settings: _Settings) -> dict[str, Any]:
     return {}
 
 
+def _qwen3moe(settings: _Settings) -> dict[str, Any]:
+    return {
+        "num_experts": settings.count("expert_count"),
+        "num_experts_per_tok": settings.count("expert_used_count"),
+        "moe_intermediate_size": settings.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # the files do not say it; llama.cpp does the same
+    }
+
+
 def _phi3(settings: _Settings) -> dict[str, Any]:
     original = settings.get("rope.scaling.original_context_length")
     return {
@@ -249,6 +259,7 @@ _SPECIFIC: dict[str, Callable[[_Settings], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen,
     "qwen3": _qwen,
+    "qwen3moe": _qwen3moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.experts import use_own_function
 from specdec_fast.models.gguf.config import (
     EMBEDDINGS,
     LONG_ROPE_FACTORS,
@@ -19,27 +20,31 @@ from specdec_fast.models.gguf.config import (
     generation_config,
     model_config,
 )
-from specdec_fast.models.quantized_linears import QuantizedLinear
+from specdec_fast.models.quantized_linears import PackedExperts, QuantizedLinear
 from specdec_fast.quantization.gguf.block_types import packed, weights_of
-from specdec_fast.quantization.gguf.container import GGUFFile, StoredTensor, plain_values, read_gguf
+from specdec_fast.quantization.gguf.container import GGUFFile, StoredTensor, plain_values
+from specdec_fast.quantization.packed_weight import PackedWeight, stacked
+from specdec_fast.quantization.same_format import by_output
+
+# Parameters of all experts of a layer, and what a file has instead.
+_PARTS_OF_EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 
 
-def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+def load_gguf(file: GGUFFile, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """Load the model in a GGUF file.
 
     Quantised weights of linears become :class:`QuantizedLinear`, with the file's own codes and scales. Quantised
     embeddings are dequantised for the lookup; an output layer that is tied to them has the codes.
 
     Args:
-        path: of the file.
+        file: whose header is read.
         dtype: of embeddings and of everything that is not quantised; None: that of the file's matrices if all of them
             are floats, else bf16.
         device: of the model; the meta device reads the header alone, and gives a model of the same sizes.
 
-    Raises ConfigError if the file cannot be read, is of an architecture that is not served, lacks tensors, or has ones
+    Raises ConfigError if the file is of an architecture that is not served, lacks tensors, or has ones
     that are unknown, have other shapes than its metadata says, or scales that are not finite.
     """
-    file = read_gguf(path)
     config = model_config(file)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or _dtype_of(file), trust_remote_code=False)
@@ -66,7 +71,8 @@ class _Filling:
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
         self._names = _names(model, architecture)
         self._packed: list[tuple[str, StoredTensor]] = []  # linears to replace when their biases are known
-        self._filled: set[str] = set()
+        self._of_experts: dict[str, list[StoredTensor]] = {}  # by parameter, in the file's order
+        self._filled: set[str] = set()  # the file's names
 
     def take(self, tensor: StoredTensor) -> None:
         """Fill a weight, or note a linear that is replaced at the end."""
@@ -79,10 +85,15 @@ class _Filling:
             raise self._error(tensor, f"is unknown in a {self._model.config.model_type}")
         module, attribute = _owner(self._model, name)
         expected = tuple(getattr(module, attribute).shape)
+        parts = _parts_of_experts(attribute)
+        if len(parts) > 1:
+            expected = (expected[0], expected[1] // len(parts), expected[2])
         if tensor.shape != expected:
             raise self._error(tensor, f"has the shape {list(tensor.shape)}; the metadata asks for {list(expected)}")
-        self._filled.add(name)
-        if tensor.block_type is None:
+        self._filled.add(tensor.name)
+        if parts:
+            self._of_experts.setdefault(name, []).append(tensor)
+        elif tensor.block_type is None:
             _set(module, attribute, self._plain(tensor, self._dtype))
         elif type(module) is nn.Linear:
             self._packed.append((name, tensor))
@@ -98,22 +109,48 @@ class _Filling:
             self._replace(name, tensor)
         if self._is_tied:
             self._tie()
-        absent = [stored for stored, name in self._names.items() if name not in self._filled]
+        absent = [stored for stored in self._names if stored not in self._filled]
         if absent:
             raise ConfigError(
                 f"{str(self._file.path)!r} lacks tensors of {type(self._model).__name__}: {', '.join(absent[:3])} "
                 f"({len(absent)} in all); take a complete file."
             )
+        for name, tensors in self._of_experts.items():
+            self._fill_experts(name, tensors)
 
     def _tie(self) -> None:
         output = self._model.get_output_embeddings()
         name = next(name for name, module in self._model.named_modules() if module is output)
         tensor = self._file.tensors[EMBEDDINGS]
-        self._filled.add(f"{name}.weight")
+        self._filled |= {stored for stored, own in self._names.items() if own == f"{name}.weight"}
         if tensor.block_type is None:
             output.weight = self._model.get_input_embeddings().weight
         else:
             self._replace(f"{name}.weight", tensor)
+
+    def _fill_experts(self, name: str, tensors: list[StoredTensor]) -> None:
+        """Fill a parameter of all experts of a layer, whose outputs are those of several tensors."""
+        module, attribute = _owner(self._model, name)
+        parts = _parts_of_experts(attribute)
+        ordered = sorted(tensors, key=lambda each: [part in each.name for part in parts].index(True))
+        if all(each.block_type is None for each in ordered):
+            _set(module, attribute, torch.cat([self._plain(each, self._dtype) for each in ordered], dim=1))
+            return
+        types = sorted({each.type_name for each in ordered})
+        if len(types) > 1:
+            raise self._error(ordered[0], f"and {ordered[1].name!r} are {' and '.join(types)}; expected one type")
+        by_part = [self._packed_experts(each) for each in ordered]
+        weight = stacked([by_output(own) for own in zip(*by_part, strict=True)])
+        delattr(module, attribute)
+        setattr(module, attribute, PackedExperts(weight, self._dtype))
+        use_own_function(module)
+
+    def _packed_experts(self, tensor: StoredTensor) -> list[PackedWeight]:
+        assert tensor.block_type is not None
+        try:
+            return [packed(rows, tensor.block_type) for rows in self._rows(tensor)]
+        except ValueError as error:
+            raise self._error(tensor, str(error)) from error
 
     def _replace(self, name: str, tensor: StoredTensor) -> None:
         module, _ = _owner(self._model, name)
@@ -123,7 +160,7 @@ class _Filling:
         except ValueError as error:
             raise self._error(tensor, str(error)) from error
         parent, attribute = _owner(self._model, name.rpartition(".")[0])
-        setattr(parent, attribute, QuantizedLinear(weight, module.bias).eval())
+        setattr(parent, attribute, QuantizedLinear(weight, module.bias, self._dtype).eval())
 
     def _embeddings(self, tensor: StoredTensor) -> Tensor:
         assert tensor.block_type is not None
@@ -158,7 +195,20 @@ def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
 
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     by_name = get_tensor_name_map(number, model.config.num_hidden_layers)
-    return {by_name.get_name(name, try_suffixes=(".weight", ".bias")) or name: name for name in model.state_dict()}
+    names = {}
+    for name in model.state_dict():
+        if parts := _parts_of_experts(name.rpartition(".")[2]):
+            layer = re.search(r"\.(\d+)\.", name)
+            assert layer is not None
+            names |= {f"blk.{layer[1]}.{part}.weight": name for part in parts}
+        else:
+            names[by_name.get_name(name, try_suffixes=(".weight", ".bias")) or name] = name
+    return names
+
+
+def _parts_of_experts(attribute: str) -> tuple[str, ...]:
+    """Return the file's tensors, as its names have them, for a parameter of all experts; their outputs follow."""
+    return _PARTS_OF_EXPERTS.get(attribute, ())
 
 
 def _dtype_of(file: GGUFFile) -> torch.dtype:

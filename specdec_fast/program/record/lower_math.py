@@ -31,8 +31,8 @@ def _linear(tape: Tape, result: Tensor, rows: Tensor, weight: Tensor, bias: Tens
 
 @LOWERED.entry("quantized_linear.default")
 def _quantized_linear(tape: Tape, result: Tensor, rows: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> None:
-    mins, table, bias, *sizes = others
-    weight = PackedWeight(codes, scales, mins, table, *sizes)
+    mins, table, bias, *fields = others
+    weight = PackedWeight(codes, scales, mins, table, *fields)
     tape.quantized_linear(tape.row_view(rows), weight, bias, result)
 
 

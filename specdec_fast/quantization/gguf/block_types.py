@@ -1,19 +1,29 @@
 """GGUF's quantised tensor types: from the bytes of their blocks to codes, scales and minima, without rounding.
 
 A block is a run of weights of one output, with its scales before, behind or between its codes. Types that end in ``_K``
-have blocks of 256, whose groups have small integers as scales, multiplied by an fp16 number of the whole block; these
-products are kept in fp32, as llama.cpp computes them. 5- and 6-bit codes are kept in 8 bits.
+have blocks of 256, whose groups have small integers as scales, multiplied by an fp16 number of the whole block; both
+are kept, and the op multiplies them in fp32, as llama.cpp does. 5- and 6-bit codes are kept in 8 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec_fast.quantization.packed_weight import INT8, PANEL, TABLE, PackedWeight, dequantized, pack
+from specdec_fast.quantization.packed_weight import (
+    INT8,
+    OF_GROUPS,
+    PANEL,
+    TABLE,
+    PackedWeight,
+    dequantized,
+    joined,
+    pack,
+    with_super_scales,
+)
 
 _SLICE = 1 << 22  # weights that are decoded at a time, so that intermediate results stay small
 _FROM_MINUS_8 = tuple(float(value) for value in range(-8, 8))
@@ -28,13 +38,16 @@ class _Blocks:
 
     Attributes:
         codes: ``[blocks, weights]``: uint8 from 0 to 15 for types with a table, else int8.
-        scales: ``[blocks, groups]`` fp16 or fp32.
+        scales: ``[blocks, groups]`` fp16, or int8 with super-scales.
         mins: as ``scales``, or None.
+        super_scales, super_mins: ``[blocks, 1]`` fp16, or None.
     """
 
     codes: Tensor
     scales: Tensor
     mins: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_mins: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,13 +107,7 @@ def weights_of(raw: Tensor, block_type: BlockType, dtype: torch.dtype) -> Tensor
 def _empty(part: PackedWeight, out_features: int) -> PackedWeight:
     """Return a weight like a part of it, with memory for all outputs."""
     panels = -(-out_features // PANEL)
-    codes, scales, mins = (
-        None if each is None else each.new_empty(panels, *each.shape[1:])
-        for each in (part.codes, part.scales, part.mins)
-    )
-    assert codes is not None
-    assert scales is not None
-    return replace(part, codes=codes, scales=scales, mins=mins, out_features=out_features)
+    return joined([part], lambda each: each[0].new_empty(panels, *each[0].shape[1:]), out_features)
 
 
 def _slices(raw: Tensor, block_type: BlockType) -> list[slice]:
@@ -111,15 +118,20 @@ def _slices(raw: Tensor, block_type: BlockType) -> list[slice]:
 
 def _packed_slice(raw: Tensor, block_type: BlockType, rounds_rows: bool) -> PackedWeight:
     blocks = block_type.decode(raw.reshape(-1, block_type.block_bytes))
-    for name, numbers in (("scales", blocks.scales), ("minima", blocks.mins)):
+    for name in OF_GROUPS:
+        numbers = getattr(blocks, name)
         if numbers is not None and not numbers.is_meta and not torch.isfinite(numbers).all():
-            raise ValueError(f"it has {name} that are not finite")
-    mins = None if blocks.mins is None else blocks.mins.reshape(len(raw), -1)
+            raise ValueError(f"it has {'minima' if name.endswith('mins') else 'scales'} that are not finite")
+    codes, scales, mins, super_scales, super_mins = (
+        None if each is None else each.reshape(len(raw), -1)
+        for each in (blocks.codes, *(getattr(blocks, name) for name in OF_GROUPS))
+    )
+    assert codes is not None
+    assert scales is not None
     table = None if block_type.table is None else torch.tensor(block_type.table, device=raw.device)
-    codes = blocks.codes.reshape(len(raw), -1).view(torch.uint8)
-    scales = blocks.scales.reshape(len(raw), -1)
     kind = INT8 if table is None else TABLE
-    return pack(codes, scales, mins, table, block_type.group_size, kind, rounds_rows)
+    weight = pack(codes.view(torch.uint8), scales, mins, table, block_type.group_size, kind, rounds_rows)
+    return weight if super_scales is None else with_super_scales(weight, super_scales, super_mins)
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
@@ -139,14 +151,17 @@ def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     return _fields(blocks[:, start : start + 4], 1, 1) << 4
 
 
-def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima ``[blocks, 8]`` fp32 of Q4_K and Q5_K: two fp16 numbers, then twelve bytes of 6 bits."""
+def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scales and minima ``[blocks, 8]``, and what both are multiplied with, of Q4_K and Q5_K.
+
+    Their blocks begin with two fp16 numbers and twelve bytes of 6 bits. The file's minima are subtracted.
+    """
     low = blocks[:, 4:8]
     middle = blocks[:, 8:12]
     high = blocks[:, 12:16]
     scales = torch.cat([low & 63, (high & 15) | ((low >> 6) << 4)], dim=1)
     mins = torch.cat([middle & 63, (high >> 4) | ((middle >> 6) << 4)], dim=1)
-    return _halves(blocks, 0).float() * scales.float(), -(_halves(blocks, 2).float() * mins.float())
+    return scales.view(torch.int8), mins.view(torch.int8), _halves(blocks, 0), -_halves(blocks, 2)
 
 
 def _q4_0(blocks: Tensor) -> _Blocks:
@@ -182,8 +197,8 @@ def _q5_k(blocks: Tensor) -> _Blocks:
 
 def _q6_k(blocks: Tensor) -> _Blocks:
     codes = _fields(blocks[:, :128], 4, 64) | (_fields(blocks[:, 128:192], 2, 32) << 4)
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return _Blocks(codes.view(torch.int8) - 32, _halves(blocks, 208).float() * scales)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8)
+    return _Blocks(codes.view(torch.int8) - 32, scales, super_scales=_halves(blocks, 208))
 
 
 BLOCK_TYPES = {

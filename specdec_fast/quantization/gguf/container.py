@@ -55,6 +55,11 @@ class GGUFFile:
     fields: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
+    @property
+    def code_types(self) -> list[str]:
+        """The types of its quantised tensors."""
+        return sorted({each.type_name for each in self.tensors.values() if each.block_type is not None})
+
     def value(self, key: str, default: Any = None) -> Any:
         """Return a metadata value: a number, a text, or a list of them; ``default`` if the file has none."""
         return self.fields[key].contents() if key in self.fields else default
