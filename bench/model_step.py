@@ -7,6 +7,10 @@ of one input; and *fused linears*, off by default, where the kernels of linears 
 merges its pieces in one launch. A verification has K + 1 rows of every sequence, a draft forward and a plain step one;
 each contains the choice of its tokens. Work on the host, and rows that the draft model catches up, are not modelled.
 Gains are over plain decoding in the same way, at an acceptance for every draft token.
+
+With ``--quantization``, plain steps and verifications of the target with quantised weights are modelled, too, *fused*
+alone: each quantised linear is a launch of its own, and one more rounds its rows if its mode says so. Their gains are
+over the same forward with weights of ``--dtype``.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.pairs import PAIRS
-from bench.common.report import DTYPES, integers, write_json
+from bench.common.report import DTYPES, integers, names, write_json
 from bench.model_step_.devices import DEVICES, device_named
 from bench.model_step_.kernels import FUSED, FUSED_LINEARS, PRESENT, Batch, Kernel, forward_kernels
-from bench.model_step_.recording import Recorded, record
+from bench.model_step_.recording import WEIGHTS, Recorded, record
 from specdec_fast.commands.common import format_table
 from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.planner.costs import Device
@@ -93,6 +97,21 @@ def steps_of(rows: Sequence[dict[str, Any]], num_draft_tokens: int, acceptance: 
     return found
 
 
+def quantized_rows(args: argparse.Namespace, device: Device, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the fused forwards of the target with each kind of quantised weights, and their gains."""
+    pair, found = PAIRS[args.pair], []
+    for weights in args.quantization:
+        target = record(pair.target, pair.vocab_size, DTYPES[args.dtype], weights)
+        for batch in batches:
+            before = {row["forward"]: row["milliseconds"] for row in batch["forwards"] if row["way"] == FUSED}
+            for name, rows_each in (("plain step", 1), ("verify", args.num_draft_tokens + 1)):
+                rows = Batch(batch["batch_size"], rows_each, args.context)
+                row = Forward(name, FUSED, forward_kernels(target, rows, FUSED)).row(device)
+                gain = before[name] / row["milliseconds"]
+                found.append({"batch_size": rows.batch_size, "weights": weights, **row, "gain": gain})
+    return found
+
+
 def kernel_rows(forward: Forward, device: Device) -> list[list[str]]:
     """Return a line of text for each kind of kernel: launches, bytes, operations, time of all its launches."""
     kinds: dict[str, list[Kernel]] = {}
@@ -132,8 +151,12 @@ def model_step(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"\n{forward.name}, {forward.way}, batch {batch_size}")
                 print(format_table(("kernel", "launches", "MB", "GFLOP", "us"), kernel_rows(forward, device)))
     print_table(batches)
+    quantized = quantized_rows(args, device, batches)
+    if quantized:
+        print_quantized(quantized)
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "kernels")}
-    return {"bench": "model_step", "computed": True, **settings, "bandwidth": device.bandwidth, "batches": batches}
+    figures = {"bandwidth": device.bandwidth, "batches": batches, "quantized": quantized}
+    return {"bench": "model_step", "computed": True, **settings, **figures}
 
 
 def print_table(batches: Sequence[dict[str, Any]]) -> None:
@@ -153,6 +176,18 @@ def print_table(batches: Sequence[dict[str, Any]]) -> None:
     print(format_table(("batch", "way", "speculative step ms", "over plain steps"), lines))
 
 
+def print_quantized(rows: Sequence[dict[str, Any]]) -> None:
+    """Print one line per kind of weights, batch size and forward."""
+    keys = ("gigabytes", "milliseconds", "floor_milliseconds")
+    lines = [
+        [row["batch_size"], row["forward"], row["weights"], row["launches"], *(f"{row[key]:.2f}" for key in keys),
+         f"{row['gain']:.2f}x"]
+        for row in rows
+    ]  # fmt: skip
+    header = ("batch", "forward, fused", "weights", "launches", "GB", "ms", "floor ms", "over unquantised")
+    print(format_table(header, lines))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Compute, print the tables, end in one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m bench.model_step", description=(__doc__ or "").split("\n")[0])
@@ -163,6 +198,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="h200", help=f"of {', '.join(DEVICES)} (default: %(default)s)")
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="instead of the data sheet's")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--quantization", type=names, default=[], metavar="NAME,...", help=f"of the target: {', '.join(WEIGHTS)}"
+    )
     parser.add_argument("--acceptance", type=float, default=0.8, help="of each draft token (default: %(default)s)")
     parser.add_argument("--kernels", action="store_true", help="also print the kernels of every forward")
     parser.add_argument("--json", type=Path, help="also write the result to this file")

@@ -10,7 +10,9 @@ operations too, and with ``merges_attention``, where attention over several piec
 Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
 per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
 or value, row and query head; one per number that a row operation writes. Every program of a linear computes again what
-precedes the linear, and that counts.
+precedes the linear, and that counts. A quantised linear is a launch, and one more if it rounds its rows; turning codes
+into values counts as nothing, and products of integers as those of 16 bits, which a tensor core computes at half the
+speed.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from specdec_fast.program.plan.ir import (
     Attend,
     Gather,
     GroupedLinear,
+    GroupedPackedLinear,
     Instruction,
     Linear,
     Operand,
+    PackedLinear,
     Plan,
     Recurrent,
     RowOp,
@@ -47,6 +51,7 @@ from specdec_fast.triton_kernels.linear import tiles_of
 LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes
 PRESENT, FUSED, FUSED_LINEARS = "present", "fused", "fused linears"
 _CHOICE_LAUNCHES = 3  # of verify_chain
+_STEP_BYTES = 4  # of what the integers of a rounded block are multiples of
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,9 @@ class _Costs:
             yield from self._attention(first)
         elif isinstance(first, Gather):
             yield Kernel("gather rows", 2 * self._rows * self._plan.buffers[first.source].row_bytes, 0)
-        elif isinstance(first, GroupedLinear):
+        elif isinstance(first, PackedLinear):
+            yield from self._packed_linear(first)
+        elif isinstance(first, GroupedLinear | GroupedPackedLinear):
             raise NotYetSupportedError("bench.model_step does not model experts: their bytes depend on the choices.")
         elif isinstance(first, Recurrent):
             raise NotYetSupportedError("bench.model_step does not model recurrent layers and their states.")
@@ -154,6 +161,20 @@ class _Costs:
         weights = sum(t.numel() for each in group for t in (each.weight, each.bias) if t is not None)
         num_bytes = (weights + vectors * (in_features + out_features)) * self._itemsize
         return Kernel(f"linear {in_features} to {out_features}", num_bytes, 2 * vectors * in_features * out_features)
+
+    def _packed_linear(self, step: PackedLinear) -> Iterator[Kernel]:
+        """Yield the kernel that rounds the rows, if the weight asks for it, and that of the products."""
+        weight = step.weight
+        vectors = self._rows * step.num_vectors
+        row_bytes = weight.in_features * self._itemsize
+        if weight.rounds_rows:
+            whole_bytes = weight.in_features + _STEP_BYTES * ceil(weight.in_features / weight.block_size)
+            yield Kernel("rounding of rows", vectors * (row_bytes + whole_bytes), vectors * weight.in_features)
+            row_bytes = whole_bytes
+        biases = 0 if step.bias is None else step.bias.nbytes
+        num_bytes = weight.nbytes + biases + vectors * (row_bytes + weight.out_features * self._itemsize)
+        name = f"quantised linear {weight.in_features} to {weight.out_features}"
+        yield Kernel(name, num_bytes, 2 * vectors * weight.in_features * weight.out_features)
 
     def _attention(self, attend: Attend) -> Iterator[Kernel]:
         shape, batch, rows = self._plan.kv_shapes[attend.layer], self._batch, self._batch.num_rows

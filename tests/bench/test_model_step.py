@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import ceil
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from bench.common.pairs import PAIRS, TINY_DRAFT, TINY_TARGET, ModelShape, confi
 from bench.model_step_ import recording
 from bench.model_step_.devices import DEVICES, device_named
 from bench.model_step_.kernels import FUSED, FUSED_LINEARS, PRESENT, Batch, Kernel, forward_kernels
-from bench.model_step_.recording import record
+from bench.model_step_.recording import FP8, WEIGHTS, record
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.rounded_models import weights_to_round
 from specdec_fast.planner.costs import Device
+from support.grids import grid
 from support.source_tree import ROOT
 
 VOCAB = 97
@@ -131,12 +134,68 @@ def test_an_unknown_name_is_a_typed_error_that_names_the_known(make, known):
         make()
 
 
-@pytest.mark.parametrize("option", [["--device", "h300"], ["--pair", "x"], ["--batch", "0"], ["--context", "5"]])
+@pytest.mark.parametrize(
+    "option", [["--device", "h300"], ["--pair", "x"], ["--batch", "0"], ["--context", "5"], ["--quantization", "int2"]]
+)
 def test_the_command_refuses(option, capsys):
     with pytest.raises(SystemExit) as stopped:
         model_step.main(["--pair", "smoke", *option])
     assert stopped.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", grid(WEIGHTS, keep=["int4-a8", "fp8"]))
+def test_a_forward_without_rows_reads_every_byte_of_quantised_weights_once(weights):
+    """Those of an engine that rounds the same model, and of an output layer that fp8 leaves as it is."""
+    shape = replace(TINY_TARGET, hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+    plain = parameter_bytes(shape, VOCAB)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(shape, VOCAB), dtype=torch.bfloat16)
+    chosen = weights_to_round(model, "int8" if weights == FP8 else weights)
+    if weights == FP8:
+        chosen = [each for each in chosen if each.name != "lm_head.weight"]
+        sizes = [panels_of(each.parameter) * (inputs + 4 * ceil(inputs / 128)) for each in chosen
+                 for inputs in each.parameter.shape[1:]]  # fmt: skip
+    else:
+        sizes = [each.num_bytes for each in chosen]
+    kernels = forward_kernels(record(shape, VOCAB, torch.bfloat16, weights), Batch(0, 1, 8), FUSED)
+    found = sum(kernel.num_bytes for kernel in kernels)
+    assert found == plain - sum(each.parameter.nbytes for each in chosen) + sum(sizes)
+
+
+def panels_of(parameter: torch.Tensor) -> int:
+    """Outputs with those that fill the last panel."""
+    return ceil(len(parameter) / 16) * 16
+
+
+def test_rounding_rows_is_one_launch_more_and_fewer_bytes_to_multiply(tiny):
+    kernels = {}
+    for weights in ("int4", "int4-a8"):
+        recorded = record(replace(TINY_TARGET, num_hidden_layers=5), VOCAB, torch.bfloat16, weights)
+        kernels[weights] = forward_kernels(recorded, Batch(3, 2, 40), FUSED)
+    linears = [each for each in kernels["int4"] if each.name.startswith("quantised linear")]
+    rounding = [each for each in kernels["int4-a8"] if each.name == "rounding of rows"]
+    assert len(linears) == len(rounding) == 5 * 7 + 1, "seven linears a layer, and the output layer"
+    assert len(kernels["int4-a8"]) == len(kernels["int4"]) + len(rounding)
+    bf16, blocks = 6 * 32 * 2, 6 * (32 + 4)
+    assert rounding[0].num_bytes == bf16 + blocks
+    first = next(each for each in kernels["int4-a8"] if each.name == linears[0].name)
+    assert first.num_bytes == linears[0].num_bytes - bf16 + blocks
+    assert first.flops == linears[0].flops
+
+
+def test_quantised_weights_are_compared_with_those_as_they_are(capsys):
+    model_step.main(["--pair", "smoke", "--batch", "1,8", "--quantization", "int4,fp8"])
+    printed = capsys.readouterr().out
+    report = json.loads(printed.splitlines()[-1])
+    assert "over unquantised" in printed
+    rows = report["quantized"]
+    assert [(row["weights"], row["batch_size"], row["forward"]) for row in rows] == [
+        (weights, size, name) for weights in ("int4", "fp8") for size in (1, 8) for name in ("plain step", "verify")
+    ]
+    plain = {row["forward"]: row for row in report["batches"][1]["forwards"] if row["way"] == FUSED}
+    gain = plain["verify"]["milliseconds"] / rows[3]["milliseconds"]
+    assert rows[3]["gain"] == pytest.approx(gain, rel=1e-3), "both are rounded"
 
 
 @pytest.mark.grid
@@ -146,6 +205,7 @@ def test_the_published_pair(capsys):
     for model, shape in zip(model_step.recorded_pair("qwen3-8b", "bfloat16"), (pair.target, pair.draft), strict=True):
         kernels = forward_kernels(model, Batch(0, 1, 8), FUSED)
         assert sum(kernel.num_bytes for kernel in kernels) == parameter_bytes(shape, pair.vocab_size)
-    model_step.main(["--pair", "qwen3-8b", "--batch", "1,8,32"])
+    kinds = "int8,int4,int8-a8,int4-a8,fp8"
+    model_step.main(["--pair", "qwen3-8b", "--batch", "1,8,32", "--quantization", kinds])
     committed = json.loads((ROOT / "bench/results/model-step-qwen3-8b-h200.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == committed
