@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     )
     from specdec_fast.request.prompt_options import PromptOptions
     from specdec_fast.request.sequence import Sequence
-    from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
+    from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, ScoreOutput, StreamChunk
     from specdec_fast.sampling_params import SamplingParams
     from specdec_fast.service import AsyncEngine, AsyncStream
     from specdec_fast.speculation_length import LengthPolicy, StepObservation
@@ -113,6 +113,7 @@ __all__ = [
     "RunStats",
     "SamplingParams",
     "SchedulerError",
+    "ScoreOutput",
     "Sequence",
     "SpecDecError",
     "StepError",
@@ -141,6 +142,7 @@ _MODULES = {
     "DecodingStats": "results",
     "GenerationOutput": "results",
     "RunStats": "results",
+    "ScoreOutput": "results",
     "StreamChunk": "results",
     "SamplingParams": "sampling_params",
     "AsyncEngine": "service",

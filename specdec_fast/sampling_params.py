@@ -17,6 +17,7 @@ CHAT_ANSWER_TOKENS = 1024  # of an answer in a chat whose request sets no limit
 MOST_STOP_STRINGS = 1024
 MOST_STOP_CHARACTERS = 16_384  # of all its stop strings together
 MOST_STOP_TOKEN_IDS = 16_384
+MOST_TEXTS = 16_384  # of one prompt
 _LONGEST_SHOWN = 500  # characters of a wrong value that a message repeats
 
 # GenerationConfig fields with a counterpart here. Any other field that is set raises an error; none is dropped.
@@ -28,6 +29,7 @@ _FROM_GENERATION_CONFIG = (
     "min_p",
     "repetition_penalty",
     "stop_strings",
+    "num_return_sequences",
 )
 # Fields of a generation config by which a server samples for a request that leaves them out.
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -80,7 +82,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: largest number of tokens to emit, at least 1 and less than 2**31: KV slots are 32-bit. The EOS
             token counts and is part of the output. A text also ends, with the reason ``"length"``, if the target has no
-            position left for another token.
+            position left for another token. 0 is allowed with ``prompt_logprobs``: the prompt is scored, and nothing is
+            emitted.
         temperature: 0 is greedy: the target's most likely token, the lowest id among equals.
         top_k: keep the k most likely tokens; 0 keeps all. The filters have no effect in greedy decoding.
         top_p: keep the smallest set of tokens with this much probability; 1 keeps all.
@@ -97,9 +100,19 @@ class SamplingParams:
         stop_token_ids: ids that end the request like EOS, at most 16,384.
         ignore_eos: continue after the target's EOS (``stop_token_ids`` still end the request).
         logprobs: also return the log-probability of every emitted token: the float32 ``log_softmax`` of the target's
-            own logits over its whole vocabulary, before temperature, penalties and filters.
+            own logits over its whole vocabulary, before temperature, penalties and filters. True (or the integer 0, as
+            in vLLM) returns only these; k >= 1 also returns the k most likely tokens at every emitted one, of equal
+            logits the lowest ids.
         num_draft_tokens: upper bound on the request's draft tokens per step, in addition to the engine's
             ``num_draft_tokens``; 0 decodes the request plainly; None: no further bound.
+        prompt_logprobs: also return the log-probability of every prompt token after the first, and the k most likely
+            tokens at its place; 0: none of these; None: nothing for the prompt. They have the bits that decoding the
+            same tokens returns.
+        n: number of texts of the prompt, at most 16,384. Text i (from 0) samples with ``seed + i``, or without a seed
+            with one of its own. They are ``n`` outputs in a row.
+        priority: of requests that wait, those of a higher priority are admitted first, and of equal ones the oldest. If
+            KV pages run out, the resident request of the lowest priority gives up its own, of equal ones the youngest.
+            No output depends on it.
 
     Raises:
         InvalidParamsError: a value is out of range; the message names it.
@@ -115,8 +128,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: bool = False
+    logprobs: bool | int = False
     num_draft_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -129,18 +145,25 @@ class SamplingParams:
                 hint = "an empty one for none" if value is None else f"here of one element: [{value!r}]"
                 raise InvalidParamsError(f"{name}={value!r}: expected a list, {hint}.")
             object.__setattr__(self, name, tuple(map(as_plain, value)))
+        if _is_int(self.logprobs) and self.logprobs == 0:
+            object.__setattr__(self, "logprobs", True)
         self._check_ranges()
         self._check_sizes()
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the most likely tokens are returned at every emitted one."""
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs
 
     def _check_ranges(self) -> None:
         checks = (
             (
                 "max_new_tokens",
-                _is_int(self.max_new_tokens) and 1 <= self.max_new_tokens < 2**31,
-                "an integer >= 1, less than 2**31",
+                _is_int(self.max_new_tokens) and int(self.prompt_logprobs is None) <= self.max_new_tokens < 2**31,
+                "an integer >= 1, less than 2**31 (or 0, if prompt_logprobs asks to score the prompt)",
             ),
             ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "0 (greedy) or a number > 0"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
+            ("top_k", _is_count(self.top_k), "an integer >= 0 (0 keeps all tokens)"),
             ("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
             (
@@ -152,11 +175,26 @@ class SamplingParams:
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
-            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
+            (
+                "logprobs",
+                isinstance(self.logprobs, bool) or _is_count(self.logprobs),
+                "True, False, or an integer >= 0, the number of most likely tokens to return beside each emitted one",
+            ),
             (
                 "num_draft_tokens",
-                self.num_draft_tokens is None or (_is_int(self.num_draft_tokens) and self.num_draft_tokens >= 0),
+                self.num_draft_tokens is None or _is_count(self.num_draft_tokens),
                 "an integer >= 0 (0 decodes plainly), or None for the engine's",
+            ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or _is_count(self.prompt_logprobs),
+                "an integer >= 0, the number of most likely tokens to return beside each prompt token, or None",
+            ),
+            ("n", _is_int(self.n) and 1 <= self.n <= MOST_TEXTS, f"an integer from 1 to {MOST_TEXTS}"),
+            (
+                "priority",
+                _is_int(self.priority) and -(2**63) <= self.priority < 2**63,
+                "an integer from -2**63 to 2**63 - 1 (a higher one is served first)",
             ),
         )
         for name, ok, expected in checks:
@@ -185,6 +223,10 @@ class SamplingParams:
         object.__setattr__(other, "seed", (self.seed + offset + 2**63) % 2**64 - 2**63)
         return other
 
+    def choices(self) -> list[SamplingParams]:
+        """Return the parameters of each of the ``n`` texts of a prompt."""
+        return [self] if self.n == 1 else [self.with_seed_offset(i) for i in range(self.n)]
+
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
         """Translate a ``transformers.GenerationConfig``.
@@ -192,7 +234,7 @@ class SamplingParams:
         As in transformers, ``do_sample=False`` (or unset) means greedy decoding whatever the temperature. Sampling
         keeps the 50 most likely tokens unless ``top_k`` is set. An ``eos_token_id`` replaces the target's own.
         ``stop_strings`` become ``stop``: the tokens are the same, but ``text`` ends before the stop string, which
-        transformers leaves in its output.
+        transformers leaves in its output. ``num_return_sequences`` becomes ``n``.
 
         Raises:
             NotYetSupportedError: the config sets a field that has no counterpart here.
@@ -207,8 +249,9 @@ class SamplingParams:
                 f"unset them. Supported: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample.{hint}"
             )
         values = {name: given[name] for name in _FROM_GENERATION_CONFIG if name in given}
-        if "stop_strings" in values:
-            values["stop"] = values.pop("stop_strings")
+        for theirs, ours in (("stop_strings", "stop"), ("num_return_sequences", "n")):
+            if theirs in values:
+                values[ours] = values.pop(theirs)
         if not given.get("do_sample", False):
             values["temperature"] = 0.0
         else:
@@ -217,6 +260,17 @@ class SamplingParams:
             values["stop_token_ids"] = eos_ids(eos)
             values["ignore_eos"] = True
         return cls(**values)
+
+
+def scoring_params(top_logprobs: Any, priority: Any = 0) -> SamplingParams:
+    """Return the parameters of a request that scores its prompt and emits nothing.
+
+    Raises InvalidParamsError if the number of most likely tokens, or the priority, is not an integer in its range.
+    """
+    top_logprobs = as_plain(top_logprobs)
+    if not _is_count(top_logprobs):
+        raise InvalidParamsError(f"top_logprobs={top_logprobs!r:.{_LONGEST_SHOWN}}: expected an integer >= 0.")
+    return SamplingParams(max_new_tokens=0, prompt_logprobs=top_logprobs, priority=priority)
 
 
 def as_sampling_params(value: Any) -> SamplingParams:
@@ -259,6 +313,10 @@ def as_plain(value: Any) -> Any:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value) and value >= 0  # type: ignore[operator]
 
 
 def _is_seed(value: object) -> bool:

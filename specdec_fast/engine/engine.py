@@ -16,7 +16,7 @@ from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, 
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
 from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory
-from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of
+from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of, score_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
@@ -30,12 +30,13 @@ from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.results import GenerationOutput, RunStats, StreamChunk
+from specdec_fast.results import GenerationOutput, RunStats, ScoreOutput, StreamChunk
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.profiling import forward_seconds
 from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.sampling_params import scoring_params
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
 
@@ -171,8 +172,9 @@ class Engine:
             **prompt_options: fields of PromptOptions, such as ``add_special_tokens`` and ``chat_template_kwargs``.
 
         Returns:
-            One output per prompt, in input order. A request that could not be served has ``finish_reason="error"`` and
-            the typed error in ``.error``; the other requests are unaffected.
+            One output per prompt, in input order; with ``n`` of its parameters, as many outputs in a row. A request
+            that could not be served has ``finish_reason="error"`` and the typed error in ``.error``; the other requests
+            are unaffected.
 
         Raises:
             InvalidParamsError, NotYetSupportedError, ConfigError: an argument is wrong; raised before any work.
@@ -191,7 +193,7 @@ class Engine:
     def as_completed(
         self, prompts: Any, params: Any = None, **prompt_options: Any
     ) -> Generator[GenerationOutput, None, None]:
-        """Decode every prompt and yield each output as soon as it has ended, with its ``index``.
+        """Decode every prompt and yield each output as soon as it has ended, with its ``index`` and ``choice``.
 
         Arguments and errors are those of ``generate``. A prompt is encoded shortly before its turn, so many prompts
         neither delay the first output nor need the memory of all token ids. To stop early, close the iterator.
@@ -209,6 +211,37 @@ class Engine:
         """
         sequences = list(self._build(prompts, params, prompt_options))
         return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
+
+    def score(
+        self,
+        prompts: Any,
+        *,
+        top_logprobs: int = 0,
+        priority: int = 0,
+        progress: bool | None = None,
+        **prompt_options: Any,
+    ) -> list[ScoreOutput]:
+        """Return the log-probability of every token of given texts, each after the tokens before it.
+
+        Nothing is sampled and nothing is drafted: the texts are prefilled, in batches and chunks as prompts are. The
+        log-probabilities have the bits that decoding the same tokens returns, plainly or with any drafter.
+
+        Args:
+            prompts: the texts, as ``generate`` takes prompts.
+            top_logprobs: how many of the most likely tokens to return at every place.
+            priority: as in ``SamplingParams``.
+            progress: as in ``generate``.
+            **prompt_options: fields of PromptOptions.
+
+        Returns:
+            One output per text, in input order. A text that could not be scored has the typed error in ``.error``; the
+            others are unaffected.
+
+        Raises:
+            InvalidParamsError, ConfigError, EngineBusyError, ForkedProcessError: as ``generate``.
+        """
+        params = scoring_params(top_logprobs, priority)
+        return [score_of(output) for output in self.generate(prompts, params, progress=progress, **prompt_options)]
 
     def encode(self, prompt: Any, **prompt_options: Any) -> list[int]:
         """Return the token ids that ``generate`` would decode for one prompt.
@@ -274,11 +307,16 @@ class Engine:
         items = as_prompt_list(prompts)
         builder = self.request_builder()
         each = as_params_list(params, len(items))
-        seeds = [builder.seed(request_params) for request_params in each]
+        seeds = [[builder.seed(choice) for choice in request_params.choices()] for request_params in each]
 
         def sequences() -> Iterator[Sequence]:
-            for index, (prompt, request_params, seed) in enumerate(zip(items, each, seeds, strict=True)):
-                yield builder.build(index, prompt, request_params, options, seed)
+            for index, prompt in enumerate(items):
+                encoded: list[int] = []
+                for number, choice in enumerate(each[index].choices()):
+                    known = encoded or prompt  # it is encoded once
+                    sequence = builder.build(index, known, choice, options, seeds[index][number], number)
+                    encoded = sequence.token_ids.copy()
+                    yield sequence
 
         return sequences()
 

@@ -56,10 +56,12 @@ class RequestBuilder:
         params: SamplingParams,
         options: PromptOptions = _DEFAULTS,
         seed: int | None = None,
+        choice: int = 0,
     ) -> Sequence:
         """Return the sequence of one request, number ``index`` of its call; it has failed if it cannot be served.
 
         ``seed`` is from ``seed``, if it was drawn before; else it is drawn here, with the errors of ``seed``.
+        ``choice`` is the number of the text among the ``n`` of its prompt.
         """
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -71,10 +73,10 @@ class RequestBuilder:
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params)
         except RequestError as error:
-            sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed)
+            sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed, choice=choice)
             sequence.fail(error)
             return sequence
-        sequence = Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, seed=seed)
+        sequence = Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, seed=seed, choice=choice)
         sequence.stop_strings = stop_strings
         return sequence
 

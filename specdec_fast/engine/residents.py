@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from heapq import nlargest
@@ -66,7 +67,7 @@ class Pools:
             KVCacheTooSmallError: it cannot.
 
         """
-        needed = request.max_length - 1
+        needed = request.num_positions
         if self._fixed_tokens is not None and self._rounded(needed) > self._rounded(self._fixed_tokens):
             positions = self._rounded(self._fixed_tokens)
             new_tokens = request.max_length - request.prompt_length
@@ -90,7 +91,7 @@ class Pools:
         is_too_large = not resident and first is not None and not self._holds(first)
         if self.is_sized and not is_too_large:
             return
-        largest = nlargest(max_resident, (s.max_length - 1 + self._spare_tokens for s in (*resident, *waiting)))
+        largest = nlargest(max_resident, (s.num_positions + self._spare_tokens for s in (*resident, *waiting)))
         num_tokens = self._fixed_tokens or sum(map(self._rounded, largest))
         # A budget counts all state slots. While slots are added, the old ones and the new ones need memory.
         num_sequences = max_resident if self._has_budget else len(largest)
@@ -100,7 +101,7 @@ class Pools:
             if not self.pool().holds(num_tokens, num_sequences):
                 self._grow(num_tokens, num_sequences)
         elif first is not None:
-            least = self._fixed_tokens or self._rounded(first.max_length - 1)
+            least = self._fixed_tokens or self._rounded(first.num_positions)
             self._prepare(num_tokens, num_sequences, least)
         self.is_sized = True
 
@@ -116,7 +117,7 @@ class Pools:
 
     def _holds(self, sequence: Sequence) -> bool:
         pool = self.target_pool
-        return pool is not None and pool.num_pages_for(sequence.max_length - 1) <= pool.num_pages
+        return pool is not None and pool.num_pages_for(sequence.num_positions) <= pool.num_pages
 
     def _prepare(self, num_tokens: int, num_sequences: int, least: int) -> None:
         """Allocate the pools, smaller ones if there is no memory; no sequence is resident."""
@@ -171,20 +172,21 @@ class Residents:
     """The sequences of a core, those that wait and those that hold pages.
 
     A sequence gets pages for its committed tokens when it is admitted, and further pages as it grows. If a step needs
-    more pages than are free, the youngest resident sequences are preempted: they give up their pages and wait again,
-    before all others, until their tokens are prefilled anew. Recomputed KV entries have the same bits, and noise is
-    keyed by position, so preemption changes no output.
+    more pages than are free, the last resident sequences are preempted: they give up their pages and wait again until
+    their tokens are prefilled anew. Recomputed KV entries have the same bits, and noise is keyed by position, so
+    preemption changes no output.
 
-    Sequences are admitted in the order of their arrival, so every resident sequence is older than every waiting one,
-    and ``resident`` is sorted by age. The oldest one is never preempted: the pool can hold any admitted sequence alone.
-    So each step, or a later one, brings the oldest sequence closer to its end.
+    Both lists are sorted by ``Sequence.turn``, so the last sequence is the youngest of the lowest priority. Waiting
+    sequences are admitted in this order. The first resident one is never preempted: the pool can hold any admitted
+    sequence alone. So each step, or a later one, brings it closer to its end. Where priorities are equal, every
+    resident sequence is older than every waiting one; nothing is preempted to admit one of a higher priority.
 
     Only the target's pages are counted. A draft model's pool has as many, and a sequence never needs more pages there
     than its pages for the committed tokens and the draft tokens in the target's pool.
 
     Attributes:
-        waiting: sequences that hold no pages, in the order of their arrival.
-        resident: sequences that hold pages, in the order of their arrival.
+        waiting: sequences that hold no pages, in the order of their turns.
+        resident: sequences that hold pages, in the order of their turns.
 
     """
 
@@ -207,6 +209,16 @@ class Residents:
         # At least a step, so that what is admitted is not preempted in its first one.
         self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
 
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
+        waiting = self.waiting
+        if not waiting or waiting[-1].turn < sequence.turn:  # as most are, and a deque is slow to search
+            waiting.append(sequence)
+        elif sequence.turn < waiting[0].turn:
+            waiting.appendleft(sequence)
+        else:
+            insort(waiting, sequence, key=lambda each: each.turn)
+
     def admit(self) -> None:
         """Admit the first waiting sequences: as many as the scheduler allows and as there is room for."""
         most = self._scheduler.checked_max_resident()
@@ -216,15 +228,15 @@ class Residents:
         while self.waiting and places > 0 and self._has_room(self.waiting[0]):
             sequence = self.waiting.popleft()
             pool.add(sequence)
-            pool.allocate(sequence, sequence.length)
+            pool.allocate(sequence, min(sequence.length, sequence.num_positions))
             self._prefilling.add(sequence)
             if sequence.resident_since is None:
                 sequence.resident_since = monotonic()
-            self.resident.append(sequence)
+            insort(self.resident, sequence, key=lambda each: each.turn)
             places -= 1
 
     def make_room(self, batch: list[Sequence], limits: list[int], may_branch: bool = True) -> Room:
-        """Allocate the pages that a step needs, and preempt the youngest resident sequences if too few are free.
+        """Allocate the pages that a step needs, and preempt the last resident sequences if too few are free.
 
         Trees get no more nodes than a chain has tokens, before a sequence is preempted for them. ``may_branch`` says
         whether they may have more at all.
@@ -239,10 +251,10 @@ class Residents:
         if not num_missing:
             return Room(batch, limits, node_limits, 0)
         while num_missing > pool.num_free_pages:
-            youngest = self.resident[-1]
-            if youngest in batch:
-                num_missing -= pool.num_missing(youngest, ends[batch.index(youngest)])
-            self._preempt(youngest)
+            last = self.resident[-1]
+            if last in batch:
+                num_missing -= pool.num_missing(last, ends[batch.index(last)])
+            self._preempt(last)
             num_preempted += 1
         if num_preempted:
             kept = [i for i, sequence in enumerate(batch) if sequence in self.resident]
@@ -271,7 +283,7 @@ class Residents:
     def _has_room(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence can be admitted, so that it and the resident ones can grow for a while."""
         pool = self._pools.pool()
-        if pool.num_pages_for(sequence.max_length - 1) > pool.num_pages:
+        if pool.num_pages_for(sequence.num_positions) > pool.num_pages:
             return False  # there is no memory for a larger pool: it waits until no sequence is resident
         if not self._pools.has_slot(len(self.resident)):
             return False
@@ -280,12 +292,12 @@ class Residents:
 
     def _goal(self, sequence: Sequence) -> int:
         """Return the number of positions up to which a sequence should be able to grow without preemption."""
-        return min(sequence.length + self._headroom, sequence.max_length - 1)
+        return min(sequence.length + self._headroom, sequence.num_positions)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Let the youngest resident sequence give up its pages and wait."""
+        """Let a resident sequence give up its pages and wait."""
         self.remove([sequence])
-        self.waiting.appendleft(sequence)
+        self.enqueue(sequence)
         sequence.target_kv_length = sequence.passed_over = 0
         sequence.is_admitted = False
         sequence.num_preemptions += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from specdec_fast.errors import RequestError
 from specdec_fast.request.stopping import StopStrings, cut_emission
-from specdec_fast.results import DecodingStats, FinishReason
+from specdec_fast.results import DecodingStats, FinishReason, TokenScores
 from specdec_fast.sampling_params import SamplingParams
 
 
@@ -31,6 +31,10 @@ class Sequence:
         request_id: the number that ``EngineCore.add`` gave it; 0 before.
         resident_since: when it first got KV pages, on the clock of ``time.monotonic``; None before.
         num_preemptions: how often it gave them up for other sequences.
+        choice: number of this text among the ``n`` of its prompt, from 0.
+        top_logprobs: the most likely tokens at every emitted one; None if the request does not ask for them.
+        prompt_scores: the scores of the prompt's tokens after the first, as far as they are known; None if the request
+            does not ask for them.
     """
 
     index: int
@@ -51,10 +55,43 @@ class Sequence:
     request_id: int = 0
     resident_since: float | None = None
     num_preemptions: int = 0
+    choice: int = 0
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_scores: TokenScores | None = None
 
     def __post_init__(self) -> None:
         if self.params.logprobs:
             self.logprobs = []
+        if self.params.num_top_logprobs:
+            self.top_logprobs = []
+        if self.params.prompt_logprobs is not None:
+            self.prompt_scores = TokenScores()
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What orders the requests of a core: those of a higher priority are smaller, then those added earlier."""
+        return -self.params.priority, self.request_id
+
+    @property
+    def is_only_scored(self) -> bool:
+        """Whether it ends with its prompt: it emits nothing."""
+        return self.params.max_new_tokens == 0
+
+    @property
+    def first_unscored(self) -> int | None:
+        """The first position of the prompt whose logits are still wanted; None if none are.
+
+        The logits of a position score the token after it. Those of the last position belong to the first emitted token.
+        """
+        if self.prompt_scores is None:
+            return None
+        num_scored = len(self.prompt_scores.logprobs)
+        return num_scored if num_scored < self.prompt_length - 1 else None
+
+    @property
+    def num_positions(self) -> int:
+        """The number of KV positions that it may need at most; its last token needs none."""
+        return max(1, self.max_length - 1)
 
     @property
     def length(self) -> int:
@@ -83,6 +120,7 @@ class Sequence:
         emission: list[int],
         logprobs: list[float] | None = None,
         depth: int | None = None,
+        top_logprobs: list[dict[int, float]] | None = None,
     ) -> list[int]:
         """Append the tokens of one step, cut where the request ends.
 
@@ -95,6 +133,7 @@ class Sequence:
             emission: the step's tokens: ``num_accepted + 1``, or ``num_accepted`` if the logits after them have a NaN.
             logprobs: one log-probability per token of ``emission``, if the request asks for them; cut with the tokens.
             depth: of a tree of draft tokens; None for a chain.
+            top_logprobs: one entry per token of ``emission``, if the request asks for them; cut with the tokens.
 
         Returns:
             The tokens committed.
@@ -107,6 +146,8 @@ class Sequence:
         self.token_ids.extend(tokens)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.extend(logprobs[: len(tokens)])
+        if self.top_logprobs is not None and top_logprobs is not None:
+            self.top_logprobs.extend(top_logprobs[: len(tokens)])
         self.target_kv_length = self.length - 1
         self.stats.record(num_draft_tokens, num_accepted, len(tokens), depth)
         return tokens

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig, expect_at_least, expect_seconds
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.output import score_of
 from specdec_fast.errors import ConfigError, DeadlineExceededError, EngineClosedError, RequestCancelledError
-from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import as_plain
+from specdec_fast.results import GenerationOutput, ScoreOutput
+from specdec_fast.sampling_params import as_plain, scoring_params
 from specdec_fast.service.encoders import CLOSED, Encoders, UnreadPrompt
 from specdec_fast.service.receivers import Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest, positions_of
@@ -155,6 +156,23 @@ class AsyncEngine:
             self._worker.drop(request)
             raise
         return output
+
+    async def score(
+        self,
+        prompt: Any,
+        *,
+        top_logprobs: int = 0,
+        priority: int = 0,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **prompt_options: Any,
+    ) -> ScoreOutput:
+        """Return the log-probabilities of a text's tokens; see ``Engine.score``.
+
+        Other arguments and errors are those of ``generate``.
+        """
+        params = scoring_params(top_logprobs, priority)
+        return score_of(await self.generate(prompt, params, request_id=request_id, timeout=timeout, **prompt_options))
 
     def stream(
         self,

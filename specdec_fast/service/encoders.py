@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.errors import ConfigError, EngineClosedError
+from specdec_fast.errors import ConfigError, EngineClosedError, InvalidParamsError
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompt_size import SHORT, size_of
 from specdec_fast.request.prompts import as_prompt_list
@@ -29,6 +29,11 @@ class UnreadPrompt:
     def __init__(self, builder: RequestBuilder, prompt: Any, params: Any, keywords: dict[str, Any]) -> None:
         self._builder = builder
         self._params = as_sampling_params(params)
+        if self._params.n != 1:
+            raise InvalidParamsError(
+                f"n={self._params.n}: an AsyncEngine decodes one text per request; expected 1. Send as many requests, "
+                "with params.choices()[i] each."
+            )
         self._options = PromptOptions.from_keywords(keywords)
         self._seed = builder.seed(self._params)
         # The caller may append its next message before the prompt is encoded.

@@ -34,7 +34,7 @@ class ServiceStats:
     num_running: int  # requests that hold KV pages
     num_waiting: int  # requests that do not yet
     kv_usage: float  # share of the KV pages that are in use, 0 to 1; those of the engine's other callers count as well
-    num_prompt_tokens: int  # prompt tokens of the requests that took part in a step
+    num_prompt_tokens: int  # prompt tokens of the requests that took part in a step, or were scored
     num_preemptions: int  # how often a request gave up its KV pages for others
     decoding: DecodingStats  # counts of steps, drafts and tokens of all requests
 
@@ -50,7 +50,7 @@ class Totals:
     def add(self, sequence: Sequence) -> None:
         """Add the counts of a sequence."""
         self.num_preemptions += sequence.num_preemptions
-        if sequence.stats.num_steps:
+        if sequence.stats.num_steps or (sequence.is_only_scored and sequence.finish_reason == "length"):
             self.num_prompt_tokens += sequence.prompt_length
             self.decoding.add(sequence.stats)
 

@@ -31,7 +31,11 @@ OUT_OF_RANGE = [
     ("stop", ("",)), ("stop", ("a", 3)), ("stop", 5),
     ("stop_token_ids", (-1,)), ("stop_token_ids", (1.0,)), ("stop_token_ids", ("</s>",)),
     ("stop_token_ids", (True,)), ("stop_token_ids", 2), ("temperature", 10**400), ("repetition_penalty", 10**400),
-    *((name, value) for name in ("ignore_eos", "logprobs") for value in ("false", 0, 1, None, NAN)),
+    *(("ignore_eos", value) for value in ("false", 0, 1, None, NAN)),
+    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in ("false", -1, 1.0, NAN, (1,))),
+    ("logprobs", None), ("prompt_logprobs", True), ("n", 0), ("n", -1), ("n", True), ("n", 1.0), ("n", None),
+    ("n", 16_385), ("priority", "high"), ("priority", 1.5), ("priority", True), ("priority", None),
+    ("priority", 2**63), ("priority", -(2**63) - 1),
 ]  # fmt: skip
 
 
@@ -42,6 +46,32 @@ def test_params_out_of_range(name, value):
     assert name in str(caught.value), "names the field"
     assert repr(value) in str(caught.value), "shows the value"
     assert "expected" in str(caught.value), "says what is accepted"
+
+
+def test_no_new_tokens_only_to_score_a_prompt():
+    assert sd.SamplingParams(max_new_tokens=0, prompt_logprobs=0).max_new_tokens == 0
+    with pytest.raises(InvalidParamsError, match=r"max_new_tokens=0: expected .*or 0, if prompt_logprobs"):
+        sd.SamplingParams(max_new_tokens=0, logprobs=True)
+    with pytest.raises(InvalidParamsError, match="max_new_tokens=-1: expected"):
+        sd.SamplingParams(max_new_tokens=-1, prompt_logprobs=0)
+
+
+def test_how_many_of_the_most_likely_tokens():
+    found = {value: sd.SamplingParams(logprobs=value) for value in (False, True, 3)}
+    assert [params.num_top_logprobs for params in found.values()] == [0, 0, 3]
+    assert sd.SamplingParams(logprobs=0).logprobs is True, "as in vLLM"
+    assert sd.SamplingParams(logprobs=np.int64(2), prompt_logprobs=np.int64(1)).num_top_logprobs == 2
+
+
+def test_each_text_of_a_prompt_has_a_seed():
+    last = sd.SamplingParams(n=3, seed=2**63 - 2).choices()
+    assert [params.seed for params in last] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert [params.seed for params in sd.SamplingParams(n=2).choices()] == [None, None]
+
+
+def test_texts_of_a_generation_config():
+    given = GenerationConfig(do_sample=True, num_return_sequences=3)
+    assert sd.SamplingParams.from_generation_config(given).n == 3
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
