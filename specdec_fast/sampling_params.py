@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -224,8 +224,11 @@ class SamplingParams:
         return other
 
     def choices(self) -> list[SamplingParams]:
-        """Return the parameters of each of the ``n`` texts of a prompt."""
-        return [self] if self.n == 1 else [self.with_seed_offset(i) for i in range(self.n)]
+        """Return the parameters of each of the ``n`` texts of a prompt, as those of a request for one text."""
+        if self.n == 1:
+            return [self]
+        one = replace(self, n=1)
+        return [one.with_seed_offset(i) for i in range(self.n)]
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
