@@ -41,8 +41,34 @@ def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
     )
 
 
-def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = False) -> SamplingParams:
-    """Make the parameters of request ``number`` from the options of ``add_sampling_options``."""
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add --n, --logprobs and --prompt-logprobs."""
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="texts of every prompt (default: 1)")
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="K",
+        help="write the log-probability of every token, and the K most likely tokens beside it (default of K: 0)",
+    )
+    parser.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        default=None,
+        metavar="K",
+        help="write those of every prompt token, and the K most likely tokens beside it",
+    )
+
+
+def output_params(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` that the options of ``add_output_options`` say."""
+    return {"n": args.n, "logprobs": args.logprobs, "prompt_logprobs": args.prompt_logprobs}
+
+
+def sampling_params(args: argparse.Namespace, number: int = 0, **fields: Any) -> SamplingParams:
+    """Make the parameters of request ``number`` from the options of ``add_sampling_options``, and from other fields."""
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -52,7 +78,7 @@ def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = 
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
         stop=args.stop,
-        logprobs=logprobs,
+        **fields,
     ).with_seed_offset(number)
 
 

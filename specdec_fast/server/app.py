@@ -212,6 +212,8 @@ class _Api:
 
     async def _whole(self, answer: Answer, requests: list[tuple[Any, SamplingParams]], request: Request) -> Response:
         outputs = await unless_disconnected(request.receive, self._generate(answer, requests))
+        if any(output.prompt_logprobs is not None for output in outputs):  # of thousands of tokens, perhaps
+            return json_response(await asyncio.to_thread(answer.whole, outputs))
         return json_response(answer.whole(outputs))
 
     async def _generate(self, answer: Answer, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:

@@ -21,7 +21,7 @@ from specdec_fast.server.unsupported import UNSUPPORTED, first_unsupported
 _logger = logging.getLogger("specdec_fast.server")
 _MOST_CHOICES = 128  # of one prompt, as in OpenAI's API
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_ONLY_EMITTED = "the engine returns the log-probability of the emitted tokens only"
+_MOST_TOP_LOGPROBS = 20  # most likely tokens at one place, as in OpenAI's chats and in vLLM
 
 
 class _FirstError(FailFast):
@@ -49,7 +49,10 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, except ``num_draft_tokens``."""
+    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, except ``num_draft_tokens``.
+
+    A higher ``priority`` is served first, unlike vLLM's.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -69,6 +72,8 @@ class RequestBody(BaseModel):
     ignore_eos: bool | None = None
     add_special_tokens: bool | None = None
     num_draft_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_LOGPROBS)
+    priority: int | None = None
     return_token_ids: bool | None = False
 
     @model_validator(mode="after")
@@ -102,8 +107,8 @@ class RequestBody(BaseModel):
 
     @property
     @abstractmethod
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probabilities of its tokens."""
+    def num_top_logprobs(self) -> int | None:
+        """How many of the most likely tokens the answer has at each of its tokens; None: no log-probabilities."""
 
     def prompt_options(self) -> dict[str, Any]:
         """Return how the engine makes token ids of a prompt, as keywords of ``AsyncEngine.generate``."""
@@ -127,6 +132,10 @@ class RequestBody(BaseModel):
     def _max_tokens(self, default: int) -> int:
         """Return the limit of an answer."""
 
+    def _prompt_logprobs(self) -> int | None:
+        """Return how many of the most likely tokens are wanted at each prompt token; None: no log-probabilities."""
+        return self.prompt_logprobs
+
     def _sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         given = {
             "temperature": self.temperature,
@@ -139,11 +148,15 @@ class RequestBody(BaseModel):
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
             "num_draft_tokens": self.num_draft_tokens,
+            "priority": self.priority,
         }
+        num_top = self.num_top_logprobs
         return replace(
             defaults,
             max_new_tokens=self._max_tokens(defaults.max_new_tokens),
-            logprobs=self.wants_logprobs,
+            logprobs=False if num_top is None else num_top,
+            prompt_logprobs=self._prompt_logprobs(),
+            n=1,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
 
@@ -152,8 +165,9 @@ class CompletionBody(RequestBody):
     """The body of ``/v1/completions``."""
 
     prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_LOGPROBS)
 
     @property
     def prompts(self) -> list[Any]:
@@ -162,17 +176,20 @@ class CompletionBody(RequestBody):
         return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether ``logprobs`` is given; 0 asks for those of the emitted tokens."""
-        return self.logprobs is not None
+    def num_top_logprobs(self) -> int | None:
+        """What ``logprobs`` says."""
+        return self.logprobs
 
     def _check_own(self) -> None:
         if not self.prompt:
             raise _refuse("prompt", "it is empty; expected at least one character, token id or prompt")
-        if self.logprobs:
-            raise _refuse("logprobs", f"{_ONLY_EMITTED}; expected 0 instead of {self.logprobs}")
-        if self.echo and self.wants_logprobs:
-            raise _refuse("echo", f"{_ONLY_EMITTED}, so echo and logprobs cannot be combined")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise _refuse("max_tokens", "it is 0, so the answer would be empty; expected 1 or more, or echo=true")
+
+    def _prompt_logprobs(self) -> int | None:
+        """Return what is wanted for ``prompt_logprobs`` or for the echo; without new tokens the prompt is scored."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, 0 if self.max_tokens == 0 else None]
+        return max((count for count in wanted if count is not None), default=None)
 
     def _max_tokens(self, default: int) -> int:
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -184,7 +201,7 @@ class ChatBody(RequestBody):
     messages: Annotated[list[dict[str, Any]], _FirstError()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_LOGPROBS)
     echo: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -195,8 +212,8 @@ class ChatBody(RequestBody):
         return [self.messages]
 
     @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompt_options(self) -> dict[str, Any]:
         names = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
@@ -204,8 +221,8 @@ class ChatBody(RequestBody):
         return super().prompt_options() | {name: value for name, value in options.items() if value is not None}
 
     def _check_own(self) -> None:
-        if self.top_logprobs:
-            raise _refuse("top_logprobs", f"{_ONLY_EMITTED}; expected 0 instead of {self.top_logprobs}")
+        if self.top_logprobs and not self.logprobs:
+            raise _refuse("top_logprobs", "only for requests with logprobs=true")
         if self.echo:  # vLLM repeats the last message before an answer of the same role
             raise _refuse("echo", "not supported in a chat; leave it out")
 

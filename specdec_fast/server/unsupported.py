@@ -69,9 +69,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "num_beams": (1,),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning": (),
     "reasoning_budget_tokens": (-1,),
     "reasoning_effort": (),
@@ -118,6 +116,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 
 _ADVICE = {
+    "best_of": "use n, and choose among its texts",
     "cache_salt": "the engine has no prefix cache; leave it out",
     "chat_template": "the server's option --chat-template sets the template of all requests",
     "do_sample": "use temperature; 0 decodes greedily",

@@ -39,7 +39,7 @@ def run(engine, priorities):
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 def test_higher_ones_are_admitted_first_and_equal_ones_by_age(pair, method):
     engine = sd.Engine(*pair, max_batch_size=2, window_size=2, method=method)
-    requests, admitted = run(engine, PRIORITIES)
+    _, admitted = run(engine, PRIORITIES)
     order = sorted(range(len(PRIORITIES)), key=lambda i: (-PRIORITIES[i], i))
     assert [request.index for request in admitted] == order
     _, admitted = run(engine, [3] * len(PROMPTS))
