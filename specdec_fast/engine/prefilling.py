@@ -112,7 +112,7 @@ class Prefilling:
             self._prefill(pool, chunk, None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop
-        self.sequences = [s for s in self.sequences if s.target_kv_length < s.length - 1]
+        self.sequences = [s for s in self.sequences if s not in chunk or s.target_kv_length < s.length - 1]
 
     def _prefill(
         self, pool: PagePool, chunk: dict[Sequence, int], observe: Callable[[list[Rows], Tensor], None] | None

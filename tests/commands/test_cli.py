@@ -67,7 +67,7 @@ def test_forwards_can_be_left_to_pytorch(in_folder, monkeypatch, prompt_ids, tar
             super().__init__(*args, **kwargs)
             made.append(self.config.enforce_eager)
 
-    monkeypatch.setattr("specdec_fast.commands.generate.Engine", Recorded)
+    monkeypatch.setattr("specdec_fast.commands.line_results.Engine", Recorded)
     monkeypatch.setattr("specdec_fast.equivalence.report.Engine", Recorded)
     flags = {"enforce-eager": ""} if enforce_eager else {}
     run_generate(

@@ -184,8 +184,8 @@ def test_a_text_as_large_as_the_pool(pair):
 
 
 def test_texts_leave_in_the_step_that_ends_their_prefill(pair):
-    engine = sd.Engine(*pair, max_batch_size=2, method="eqspec", max_prefill_tokens=8)
-    texts = [list(range(n)) for n in (5, 3, 9, 2, 1)]
+    engine = sd.Engine(*pair, max_batch_size=2, method="eqspec", max_prefill_tokens=2)
+    texts = [list(range(n)) for n in (5, 1, 9, 2, 1)]
     found = [
         output.index for output in engine.as_completed(texts, sd.SamplingParams(max_new_tokens=0, prompt_logprobs=0))
     ]
