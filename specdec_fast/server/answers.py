@@ -147,9 +147,9 @@ class Answer(ABC):
             entries = None
             if logprob is not None:
                 tops = part.prompt_top_logprobs
-                top = {} if tops is None else list((tops[place] or {}).items())[:num_top]
-                ranked = {each: (value, rank) for rank, (each, value) in enumerate(top, start=1)}
-                ranked = {token: (logprob, (part.prompt_ranks or [])[place])} | ranked
+                top = [] if tops is None else list((tops[place] or {}).items())[:num_top]
+                ranked = {token: (logprob, (part.prompt_ranks or [])[place])}
+                ranked |= {each: (value, rank) for rank, (each, value) in enumerate(top, start=1)}
                 entries = {
                     str(each): {
                         "logprob": max(value, _LEAST_LOGPROB),
