@@ -109,6 +109,15 @@ def test_a_row_whose_parameters_are_wrong_fails_alone(prompts):
     assert "max_new_tokens=0" in found["output_error"][1]
 
 
+def test_several_texts_of_a_row_are_refused(prompts):
+    with pytest.raises(sd.InvalidParamsError, match="n=2: a row has one output"):
+        BatchGenerator(*PAIR, params=sd.SamplingParams(n=2))
+    worker = BatchGenerator(*PAIR, params=lambda row: sd.SamplingParams(max_new_tokens=2, n=int(row["n"]), logprobs=2))
+    found = worker({"prompt": np.array(prompts[:2]), "n": np.array([2, 1])})
+    assert "n=2: a row has one output" in found["output_error"][0]
+    assert [len(each) for each in found["output_logprobs"]] == [0, 2]
+
+
 def test_sampling_without_a_seed_is_refused(prompts):
     unseeded = sd.SamplingParams(temperature=0.5)
     with pytest.raises(sd.InvalidParamsError, match="seed"):
