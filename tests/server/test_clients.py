@@ -110,6 +110,10 @@ def test_completions_of_the_synchronous_client(client, reference):
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, expected.finish_reason)
     assert answer.choices[0].logprobs.token_logprobs == expected.logprobs
     assert answer.usage.completion_tokens == len(expected.token_ids)
+    echo = client.completions.create(**FIELDS, logprobs=1, echo=True, max_tokens=0).choices[0]
+    assert (echo.text, echo.logprobs.token_logprobs[0], echo.logprobs.top_logprobs[0]) == (PROMPT, None, None)
+    scored = reference(PROMPT, prompt_logprobs=1)
+    assert echo.logprobs.token_logprobs == scored.prompt_logprobs
     stream = client.completions.create(**FIELDS, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
@@ -134,7 +138,7 @@ def test_errors_of_the_client(client, server):
     for error, fields in (
         (openai.NotFoundError, FIELDS | {"model": "gpt-4"}),
         (openai.BadRequestError, FIELDS | {"temperature": -1}),
-        (openai.BadRequestError, FIELDS | {"logprobs": 5}),
+        (openai.BadRequestError, FIELDS | {"logprobs": 21}),
         (openai.BadRequestError, FIELDS | {"prompt": "word " * 4000}),
     ):
         with pytest.raises(error) as caught:
