@@ -65,7 +65,9 @@ class Answer(ABC):
         }
         self._event_head = self._head | {"object": self.event_kind}
         self._ids = bool(body.return_token_ids)
-        self._decoded_texts: dict[tuple[int, ...], str] = {}  # prompts and their likely tokens repeat the same ones
+        # Prompts, and the likely tokens at their places, repeat the same tokens.
+        self._decoded_texts: dict[tuple[int, ...], str] = {}
+        self._echoed_tokens: dict[int, bool] = {}
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         """Return the body of an answer from the outputs of all choices; raise the error of the first that failed."""
@@ -224,6 +226,15 @@ class CompletionAnswer(Answer):
     has_prompt_per_choice = True
     body: CompletionBody
 
+    def _is_echoed(self, token: int) -> bool:
+        """Return whether the text of a prompt has that of one of its tokens, as it has not that of special tokens."""
+        if token not in self._echoed_tokens:
+            is_special = False
+            if self._tokenizer is not None and self._decoded(token):
+                is_special = not self._tokenizer.decode([token], skip_special_tokens=True)
+            self._echoed_tokens[token] = not is_special
+        return self._echoed_tokens[token]
+
     def _echo(self, index: int, prompt_ids: list[int]) -> str:
         prompt = self.body.prompts[index // self._num_each] if self.body.echo else ""
         if isinstance(prompt, str):
@@ -240,10 +251,9 @@ class CompletionAnswer(Answer):
             scored = self._scored_tokens(prompt_ids, part.prompt_logprobs, part.prompt_top_logprobs, state)
             state.newest = None  # because the texts of emitted tokens join to the text behind the echoed one
             offset = 0
-            special = set(getattr(self._tokenizer, "all_special_ids", ()))  # the echoed text has none
             for token in scored:
                 offsets.append(min(offset, state.echoed))
-                offset += 0 if token.token in special else len(token.text)
+                offset += len(token.text) if self._is_echoed(token.token) else 0
         emitted = self._scored_tokens(part.token_ids, part.logprobs or [], part.top_logprobs, state)
         offset = state.echoed if state.text_offset is None else state.text_offset
         for token in emitted:

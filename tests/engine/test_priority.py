@@ -21,14 +21,20 @@ def params_of(i, priority=0):
     )
 
 
-def run(engine, priorities):
-    """Add the requests at once and run them; return the requests, in the order of their first admission."""
+def run(engine, priorities, num_at_once=None):
+    """Add so many requests (None: all), then one before each step, and run them.
+
+    Returns the requests, and the requests in the order of their first admission.
+    """
     core, builder = engine.core, RequestBuilder(engine.target, None)
     requests = [builder.build(i, PROMPTS[i], params_of(i, priority)) for i, priority in enumerate(priorities)]
-    for request in requests:
+    for request in requests[:num_at_once]:
         core.add(request)
+    late = [] if num_at_once is None else requests[num_at_once:]
     admitted = []
     while core.has_work:
+        if late:
+            core.add(late.pop(0))
         core.step()
         admitted += [request for request in core.resident if request not in admitted]
         for sequences in (core.waiting, core.resident):
@@ -65,7 +71,7 @@ def test_the_lowest_gives_up_its_pages_and_no_output_changes(pair, monkeypatch, 
         preempt(sequence)
 
     monkeypatch.setattr(residents, "_preempt", watched)
-    requests, _ = run(engine, PRIORITIES)
+    requests, _ = run(engine, PRIORITIES, num_at_once=2)
     assert engine.core.stats.num_preemptions > 0
     for request, output in zip(requests, expected, strict=True):
         assert (request.emitted_ids, request.logprobs) == (output.token_ids, output.logprobs)

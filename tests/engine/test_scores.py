@@ -31,9 +31,9 @@ def test_equal_logits_are_ordered_by_their_ids(dtype):
     rows = [[draw.choice(values) for _ in range(40)] for _ in range(150)]
     rows += [[-1.5 - 0.25 * draw.randrange(6) for _ in range(40)] for _ in range(5)]
     tokens = [draw.randrange(40) for _ in rows]
-    scores = token_scores(torch.tensor(rows, dtype=dtype), list(range(len(rows))), tokens, 7, with_ranks=True)
+    scores = token_scores(torch.tensor(rows, dtype=dtype), list(range(len(rows))), tokens, 30, with_ranks=True)
     for row, token, rank, top in zip(rows, tokens, scores.ranks, scores.top_logprobs, strict=True):
-        assert (rank, list(top)) == by_hand(row, token, 7)
+        assert (rank, list(top)) == by_hand(row, token, 30)
         exact = torch.tensor(row, dtype=torch.float32).log_softmax(dim=0)
         assert list(top.values()) == [float(exact[i]) for i in top]
 
@@ -53,7 +53,7 @@ def test_each_request_gets_what_it_asks_for(pair):
         {"prompt_logprobs": 0},
         {},
         {"logprobs": 0},
-        {"logprobs": 5},
+        {"logprobs": 5, "prompt_logprobs": 4},
     ]
     params = [sd.SamplingParams(max_new_tokens=4, ignore_eos=True, **each) for each in asked]
     outputs = sd.Engine(*pair, max_batch_size=6).generate([[5, 6, 7]] * len(asked), params)
@@ -61,8 +61,9 @@ def test_each_request_gets_what_it_asks_for(pair):
     assert [o.top_logprobs and [len(t) for t in o.top_logprobs] for o in outputs] == [[2] * 4, *[None] * 4, [5] * 4]
     assert [list(t) for t in outputs[0].top_logprobs] == [list(t)[:2] for t in outputs[5].top_logprobs]
     assert outputs[1].prompt_logprobs == outputs[2].prompt_logprobs
-    assert [o.prompt_top_logprobs is not None for o in outputs] == [False, True, False, False, False, False]
-    assert [o.prompt_ranks is not None for o in outputs] == [False, True, True, False, False, False]
+    tops = [o.prompt_top_logprobs and [top and len(top) for top in o.prompt_top_logprobs] for o in outputs]
+    assert tops == [None, [None, 1, 1], None, None, None, [None, 4, 4]]
+    assert [o.prompt_ranks is not None for o in outputs] == [False, True, True, False, False, True]
     assert outputs[1].prompt_logprobs[0] is None
 
 

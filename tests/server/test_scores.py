@@ -13,6 +13,7 @@ from specdec_fast.server.answers import ChatAnswer, CompletionAnswer
 from specdec_fast.server.protocol import ChatBody, CompletionBody
 from support.asgi import served
 from support.chats import HELLO
+from support.decoder_kinds import BYTES, KINDS
 
 TEXT = "Once upon a time, there was"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -178,6 +179,36 @@ def test_wrong_values_are_the_clients_fault(app):
     ]
     for body, exchange in zip(bodies, served(app, *((COMPLETIONS, body) for body in bodies)), strict=True):
         assert (exchange.status, exchange.json["error"]["param"]) == (400, list(body)[1])
+
+
+@pytest.mark.parametrize("name", ["Llama-2", "ByteLevel", "WordPiece", "suffix"])
+def test_the_texts_of_an_echo_join_to_it(name):
+    """Some tokenizers decode a token alone without the space before it: the first one, and the first emitted one."""
+    tokenizer = KINDS[name]()
+    usable = [i for i in range(len(tokenizer)) if tokenizer.decode([i], skip_special_tokens=True)]
+    usable = [i for i in usable if "\ufffd" not in tokenizer.decode([i])]
+    usable = [i for i in usable if tokenizer.convert_ids_to_tokens(i) not in BYTES]
+    tokens = (usable * 9)[:9]
+    prompt, ids = tokens[:5], tokens[5:]
+    scores = {"logprobs": [-1.0] * 4, "prompt_logprobs": [None] + [-2.0] * 4}
+    text = tokenizer.decode(ids)
+    whole = sd.GenerationOutput(0, prompt, ids, text, "length", sd.DecodingStats(), **scores)
+    body = CompletionBody.model_validate({"prompt": prompt, "logprobs": 0, "echo": True})
+    (choice,) = CompletionAnswer(body, "1", "model", tokenizer).whole([whole])["choices"]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"][5:]) == text
+    assert "".join(found["tokens"]) == choice["text"] == tokenizer.decode(prompt) + text
+    assert all(choice["text"].startswith(*pair) for pair in zip(found["tokens"], found["text_offset"], strict=True))
+
+
+def test_a_first_chunk_without_text_has_the_scores_of_the_prompt(tokenizer):
+    body = CompletionBody.model_validate({"prompt": [5, 6], "prompt_logprobs": 0, "stream": True})
+    answer = CompletionAnswer(body, "1", "model", tokenizer)
+    scores = {"prompt_logprobs": [None, -1.0], "prompt_ranks": [None, 4]}
+    first = json.loads(answer.event_json(0, sd.StreamChunk(0, [7], "", **scores), [5, 6]))
+    assert first["choices"][0]["prompt_logprobs"][1]["6"]["rank"] == 4
+    second = json.loads(answer.event_json(0, sd.StreamChunk(0, [8], "a", "length"), [5, 6]))
+    assert "prompt_logprobs" not in second["choices"][0]
 
 
 def test_minus_infinity_and_equal_texts(tokenizer):
