@@ -120,6 +120,7 @@ class RunStats:
         num_preemptions: how often a sequence gave up its KV pages to others, because too few were free, and was
             prefilled again later.
         num_out_of_memory: forwards that ran out of memory and were repeated with fewer rows.
+        num_cached_tokens: prompt tokens whose KV entries were found in the prefix cache, of all sequences that ended.
         seconds: wall-clock time of the call so far. The stages add up to less, because there is host work between them.
         timer: seconds per stage: prefill, draft, verify, accept, commit.
         decoding: acceptance counts, summed over all sequences.
@@ -129,6 +130,7 @@ class RunStats:
     num_sequence_steps: int = 0
     num_preemptions: int = 0
     num_out_of_memory: int = 0
+    num_cached_tokens: int = 0
     seconds: float = 0.0
     timer: StageTimer = field(default_factory=StageTimer)
     decoding: DecodingStats = field(default_factory=DecodingStats)
@@ -138,6 +140,11 @@ class RunStats:
         self.num_steps += 1
         self.num_sequence_steps += num_sequences
         self.num_out_of_memory += ran_out_of_memory
+
+    def add_ended(self, decoding: DecodingStats, num_cached_tokens: int) -> None:
+        """Add the counts of a sequence that has ended."""
+        self.decoding.add(decoding)
+        self.num_cached_tokens += num_cached_tokens
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ class GenerationOutput:
         error: the reason why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before it are kept.
         logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not requested.
         seed: the request's seed, which draws the same tokens again; None for greedy decoding.
+        num_cached_tokens: prompt tokens whose KV entries were found in the prefix cache.
     """
 
     index: int
@@ -167,6 +175,7 @@ class GenerationOutput:
     error: RequestError | None = None
     logprobs: list[float] | None = None
     seed: int | None = None
+    num_cached_tokens: int = 0
 
     def raise_for_error(self) -> GenerationOutput:
         """Return self, or raise the error that ended this request."""

@@ -36,6 +36,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
         sequence.error,
         sequence.logprobs,
         sequence.seed,
+        num_cached_tokens=sequence.num_cached_tokens,
     )
 
 

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.engine.step import admit
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.prefill import prefill
 from specdec_fast.runner.ragged_model import RaggedModel
@@ -23,11 +25,22 @@ class Prefilling:
     Prefill computes no entry for the last prompt token: the first verification does, as every later verification does
     for the last committed token (I3). A drafter with taps admits the sequences first, and receives the hidden states of
     every forward. A step prefills ``max_tokens`` at most (None: all), and fewer by ``row_limit`` after memory ran out.
+
+    If prompts begin alike and pages are kept, the first one is computed, and the others wait for its pages: a step then
+    has a chunk for it and another one for what they lack.
     """
 
-    def __init__(self, target: RaggedModel, drafter: Drafter, max_tokens: int | None, row_limit: RowLimit) -> None:
+    def __init__(
+        self,
+        target: RaggedModel,
+        drafter: Drafter,
+        prefixes: PrefixCache,
+        max_tokens: int | None,
+        row_limit: RowLimit,
+    ) -> None:
         self._target = target
         self._drafter = drafter
+        self._prefixes = prefixes
         self._max_tokens = max_tokens
         self._row_limit = row_limit
         self.sequences: list[Sequence] = []  # the residents that lack entries
@@ -66,19 +79,36 @@ class Prefilling:
         """Return the resident sequences that lack no entries."""
         return [sequence for sequence in resident if sequence not in self.sequences]
 
-    def next_chunk(self) -> dict[Sequence, int]:
-        """Return the next chunk: how many positions of each of its sequences, at least one more, then have entries."""
+    def next_chunk(self, pool: PagePool, num_done: int = 0) -> dict[Sequence, int]:
+        """Return the next chunk: how many positions of each of its sequences, at least one more, then have entries.
+
+        ``num_done`` prompt tokens have been prefilled in this step. The chunk is empty if the step may prefill no more,
+        or if no sequence lacks entries: those whose entries have been found are forgotten.
+        """
         chunk: dict[Sequence, int] = {}
-        left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
+        most = None if self._max_tokens is None else self._max_tokens - num_done
+        left = min((limit for limit in (most, self._row_limit.most) if limit is not None), default=None)
+        coming = ComingPages(pool.page_size)
+        found = []
         for sequence in self.sequences:
+            if left is not None and left <= 0:
+                break
+            self._prefixes.share(pool, sequence)
             start = sequence.target_kv_length
             stop = sequence.length - 1
+            if start == stop:
+                found.append(sequence)
+                continue
+            span = (sequence.page_keys, sequence.token_ids, start)
+            if coming.should_wait(*span, stop):
+                continue
             if left is not None:
                 stop = min(stop, start + left)
                 left -= stop - start
+            coming.add(*span, stop)
             chunk[sequence] = stop
-            if left == 0:
-                break
+        if found:
+            self.drop(found)
         num_rows = sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
         self._row_limit.num_rows = min(num_rows, self._target.row_padding.largest)
         return chunk
@@ -91,9 +121,12 @@ class Prefilling:
         new = [sequence for sequence in chunk if not sequence.is_admitted]
         if self.is_tapped and new:
             admit(self._drafter, new)
+        for sequence, start in starts.items():  # after a failed step it may begin before pages that are kept
+            pool.own(sequence, start // pool.page_size)
         prefill(self._target, pool, prompts, starts, self._observe if self.is_tapped else None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop
+        self._prefixes.keep(pool, chunk)
         self.sequences = [s for s in self.sequences if s.target_kv_length < s.length - 1]
 
     def passed(self) -> None:

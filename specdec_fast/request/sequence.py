@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specdec_fast.errors import RequestError
+from specdec_fast.request.page_keys import PageKeys
 from specdec_fast.request.stopping import StopStrings, cut_emission
 from specdec_fast.results import DecodingStats, FinishReason
 from specdec_fast.sampling_params import SamplingParams
@@ -31,6 +32,8 @@ class Sequence:
         request_id: the number that ``EngineCore.add`` gave it; 0 before.
         resident_since: when it first got KV pages, on the clock of ``time.monotonic``; None before.
         num_preemptions: how often it gave them up for other sequences.
+        page_keys: the keys of its pages, by which others find them; None if no pages are kept.
+        num_cached_tokens: tokens of the prompt whose KV entries others had computed.
     """
 
     index: int
@@ -51,6 +54,8 @@ class Sequence:
     request_id: int = 0
     resident_since: float | None = None
     num_preemptions: int = 0
+    page_keys: PageKeys | None = None
+    num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.params.logprobs:
@@ -60,6 +65,11 @@ class Sequence:
     def length(self) -> int:
         """The number of committed tokens: prompt plus emitted."""
         return len(self.token_ids)
+
+    @property
+    def most_from_cache(self) -> int:
+        """The number of its first positions that need no row: all but the last, whose logits choose the next token."""
+        return self.length - 1
 
     @property
     def samples(self) -> bool:

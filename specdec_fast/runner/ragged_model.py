@@ -22,7 +22,7 @@ from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
 from specdec_fast.kv_cache.layer_layout import MOST_DRAFT_TOKENS
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.model_watch import Watch, check_repeats
+from specdec_fast.model_watch import Numbers, Watch, check_repeats
 from specdec_fast.models import model_checks
 from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
@@ -85,6 +85,7 @@ class RaggedModel:
         self.program: ForwardProgram | None = None
         self.device_program: DeviceProgram | None = None
         self._watch: Watch | None = None
+        self._last_seen: tuple[Watch, Numbers] | None = None
         self._executor, self.why_no_program = executor_for(ops, model.device)
         self._capture = capture_for(model.device)
         if enforce_eager:
@@ -410,3 +411,13 @@ class RaggedModel:
                 f"{self.name} has changed since the engine was made: {change}; make a new Engine. (Other changes "
                 "of weights in place take effect without one.)"
             )
+
+    def has_changed(self) -> bool:
+        """Return whether it may compute other KV entries than at the last call of this method; True at the first."""
+        model = self.model
+        last = self._last_seen
+        numbers = Numbers([*model.parameters(), *model.buffers()])
+        is_same = last is not None and last[0].change() is None and last[1] == numbers
+        if not is_same:
+            self._last_seen = (Watch(model, ()), numbers)
+        return not is_same
