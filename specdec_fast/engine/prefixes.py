@@ -112,7 +112,7 @@ class PrefixCache:
     def _most_known(self, sequence: Sequence) -> int:
         """Return how many first positions of a sequence need no row of the target, if their entries are known."""
         most = sequence.most_from_cache
-        return min(most, self._drafter.known_positions(sequence)) if self._is_tapped else most
+        return max(0, min(most, self._drafter.known_positions(sequence))) if self._is_tapped else most
 
     def _keys(self, sequence: Sequence, num_positions: int) -> list[bytes]:
         keys = sequence.page_keys

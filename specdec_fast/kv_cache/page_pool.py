@@ -50,9 +50,9 @@ class PagePool:
 
     If the model has recurrent layers, every owner has a state slot too.
 
-    After ``keep_prefixes`` owners may share pages whose entries are those of the same tokens (``share``, ``keep``). Such
-    a page stays when its last owner leaves, until a page is needed and none is free. Nobody may write a page with a
-    key; an owner that has to compute its positions anew calls ``own`` before.
+    After ``keep_prefixes`` owners may share pages whose entries are those of the same tokens (``share``, ``keep``).
+    Such a page stays when its last owner leaves, until a page is needed and none is free. Nobody may write a page with
+    a key; an owner that has to compute its positions anew calls ``own`` before.
 
     The pool promises an owner only the pages that it holds; ``engine/residents.py`` makes room before each step.
     Whatever allocates pages raises KVCacheTooSmallError if too few are free, and allocates none then.
