@@ -96,7 +96,7 @@ def test_outputs_are_those_of_plain_decoding(drafts, expected, name, config, dty
     """Greedy, sampled and penalised requests with prefixes in common: at first in one call, then in another one."""
     target = tiny_model("llama").to(dtype)
     engine = engine_of(target, drafts(name, target), **config)
-    for least in (100, 180):  # of the 278 prompt tokens
+    for least in (100, 150):  # of the 278 prompt tokens
         outputs = engine.generate(PROMPTS, PARAMS)
         assert results(outputs) == expected(dtype)
         assert engine.last_run.num_cached_tokens == sum(output.num_cached_tokens for output in outputs) >= least
@@ -117,7 +117,7 @@ def test_outputs_with_other_weights_and_without_a_program(drafts, expected, conf
     engine = engine_of(target(), drafts("model", target()), **config)
     for _ in range(2):
         assert results(engine.generate(PROMPTS, PARAMS)) == expected(torch.float32, **config)
-    assert engine.last_run.num_cached_tokens >= 180
+    assert engine.last_run.num_cached_tokens >= 150
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_outputs_with_trees(drafts, expected, tree):
     engine = engine_of(target, drafts("eagle3", target), draft_tree=tree)
     for _ in range(2):
         assert results(engine.generate(PROMPTS, PARAMS)) == expected(torch.float32)
-    assert engine.last_run.num_cached_tokens >= 180
+    assert engine.last_run.num_cached_tokens >= 150
     assert engine.last_run.decoding.num_draft_tokens > 5 * engine.last_run.decoding.num_drafts
 
 
@@ -145,7 +145,7 @@ def test_entries_have_the_same_bits(drafts, name):
     for is_warm in (True, False):
         engine = engine_of(target, draft, num_draft_tokens=3)
         if is_warm:
-            engine.generate([PREFIX[:39] + [1], [*PREFIX[:24], 4, 4]], sd.SamplingParams(max_new_tokens=6))
+            engine.generate([[*PREFIX[:39], 1], [*PREFIX[:24], 4, 4]], sd.SamplingParams(max_new_tokens=6))
         request = request_of(engine, PREFIX)
         engine.core.add(request)
         while request.length < 60:
