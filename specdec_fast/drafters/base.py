@@ -348,7 +348,8 @@ class Drafter(ABC):
     def known_positions(self, sequence: Sequence) -> int:
         """Return how many first positions of a sequence need no hidden states; only a drafter that ``knows_prefixes``.
 
-        The engine calls this right before ``admit``, and earlier to see how many pages the sequence needs.
+        The engine calls this right before ``admit``, and earlier to see how many pages the sequence needs. It computes
+        the last position before the newest in any case, so that a proposal can start from its hidden states.
         """
         return 0
 

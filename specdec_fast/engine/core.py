@@ -108,10 +108,8 @@ class EngineCore:
         self.prefixes = PrefixCache(target, drafter, config)
         self._pools = Pools(target, drafter, config, self.prefixes)
         self._row_limit = RowLimit()
-        most_tokens = config.max_prefill_tokens
-        self._prefilling = Prefilling(target, drafter, self.prefixes, most_tokens, self._row_limit)
-        room = (self._pools, self.prefixes, self._prefilling)
-        self._residents = Residents(*room, scheduler, drafter, config, max_nodes)
+        self._prefilling = Prefilling(target, drafter, self.prefixes, config.max_prefill_tokens, self._row_limit)
+        self._residents = Residents(self._pools, self.prefixes, self._prefilling, scheduler, drafter, config, max_nodes)
         self.waiting = self._residents.waiting
         self.resident = self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed

@@ -99,13 +99,12 @@ class Prefilling:
             if start == stop:
                 found.append(sequence)
                 continue
-            span = (sequence.page_keys, sequence.token_ids, start)
-            if coming.should_wait(*span, stop):
+            if coming.should_wait(sequence.page_keys, sequence.token_ids, start, stop):
                 continue
             if left is not None:
                 stop = min(stop, start + left)
                 left -= stop - start
-            coming.add(*span, stop)
+            coming.add(sequence.page_keys, sequence.token_ids, start, stop)
             chunk[sequence] = stop
         if found:
             self.drop(found)

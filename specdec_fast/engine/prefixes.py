@@ -110,9 +110,13 @@ class PrefixCache:
         return {"is_on": self.is_on, "why_off": self.why_off, "num_pages": num_kept}
 
     def _most_known(self, sequence: Sequence) -> int:
-        """Return how many first positions of a sequence need no row of the target, if their entries are known."""
+        """Return how many first positions of a sequence need no row of the target, if their entries are known.
+
+        A drafter with taps gets one row of the prompt at least: it admits the sequence right before, so what it knows
+        is still there.
+        """
         most = sequence.most_from_cache
-        return max(0, min(most, self._drafter.known_positions(sequence))) if self._is_tapped else most
+        return max(0, min(most - 1, self._drafter.known_positions(sequence))) if self._is_tapped else most
 
     def _keys(self, sequence: Sequence, num_positions: int) -> list[bytes]:
         keys = sequence.page_keys

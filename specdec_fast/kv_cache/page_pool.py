@@ -272,12 +272,12 @@ class PagePool:
             page = prefixes.page_of.get(key)
             if page is None:
                 break
+            self.widen(num_pages + 1)
             prefixes.take(page)
             if num_pages < len(pages):
                 self._give_up(pages[num_pages])
                 pages[num_pages] = page
             else:
-                self.widen(num_pages + 1)
                 pages.append(page)
             self._write_place(self._places[owner], num_pages, page)
             num_pages += 1

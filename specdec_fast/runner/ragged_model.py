@@ -85,7 +85,8 @@ class RaggedModel:
         self.program: ForwardProgram | None = None
         self.device_program: DeviceProgram | None = None
         self._watch: Watch | None = None
-        self._last_seen: tuple[Watch, Numbers] | None = None
+        self._numbers: Numbers | None = None
+        self._structure: Watch | None = None
         self._executor, self.why_no_program = executor_for(ops, model.device)
         self._capture = capture_for(model.device)
         if enforce_eager:
@@ -413,11 +414,15 @@ class RaggedModel:
             )
 
     def has_changed(self) -> bool:
-        """Return whether it may compute other KV entries than at the last call of this method; True at the first."""
+        """Return whether it may compute other KV entries than at the last call of this method; True at the first.
+
+        Without a program its modules may have been replaced too; with one, ``expect_same_weights`` refuses that.
+        """
         model = self.model
-        last = self._last_seen
         numbers = Numbers([*model.parameters(), *model.buffers()])
-        is_same = last is not None and last[0].change() is None and last[1] == numbers
-        if not is_same:
-            self._last_seen = (Watch(model, ()), numbers)
-        return not is_same
+        has_changed = numbers != self._numbers
+        self._numbers = numbers
+        if not self.has_program and (self._structure is None or self._structure.change() is not None):
+            self._structure = Watch(model, ())
+            has_changed = True
+        return has_changed

@@ -174,11 +174,11 @@ class ModelDrafter(PooledDrafter):
     def _begins(self, sequence: Sequence, stop: int, coming: ComingPages) -> bool:
         """Return whether a sequence is among those of the next forwards; otherwise it waits for their pages."""
         self._share(sequence)
-        span = (sequence.page_keys, sequence.token_ids, self.draft_kv_length[sequence], stop)
-        waits = coming.should_wait(*span)
-        if not waits:
-            coming.add(*span)
-        return not waits
+        start = self.draft_kv_length[sequence]
+        if coming.should_wait(sequence.page_keys, sequence.token_ids, start, stop):
+            return False
+        coming.add(sequence.page_keys, sequence.token_ids, start, stop)
+        return True
 
     def _prefill_chunk(self, sequences: list[Sequence], limits: list[int], left: int) -> None:
         """Compute missing KV entries of at most ``left`` tokens; set the limits of sequences that lack more to 0.

@@ -90,7 +90,7 @@ class MedusaDrafter(HeadsDrafter):
         self._hidden.clear()
 
     def known_positions(self, sequence: Sequence) -> int:
-        return sequence.length - 2  # a proposal reads the hidden state of the last position before the newest
+        return sequence.length  # a proposal reads the hidden state of one position, the last before the newest
 
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
         end = 0

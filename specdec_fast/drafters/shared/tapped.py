@@ -148,12 +148,11 @@ class TappedDrafter(PooledDrafter):
         super().prepare(num_tokens, page_size)
 
     def known_positions(self, sequence: Sequence) -> int:
-        # The last position before the newest is left out: a proposal may start from its feature.
         if self.pool is None or self.pool.prefixes is None:
             return 0
         page_of = self.pool.prefixes.page_of
         num_pages = 0
-        for key in self._keys(sequence, sequence.length - 2):
+        for key in self._keys(sequence, sequence.length - 1):
             if key not in page_of:
                 break
             num_pages += 1
