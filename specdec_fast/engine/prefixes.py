@@ -73,12 +73,13 @@ class PrefixCache:
 
     def keep(self, pool: PagePool, sequences: Iterable[Sequence]) -> None:
         """Keep the full pages of sequences whose entries have been computed, except of requests that failed."""
-        if not self.is_on:
+        if pool.prefixes is None:
             return
         size = self._page_size
+        num_kept = pool.prefixes.num_kept
         for sequence in sequences:
             num_positions = sequence.target_kv_length
-            if num_positions - pool.num_kept(sequence) * size >= size and sequence.error is None:
+            if num_positions - num_kept[sequence] * size >= size and sequence.error is None:
                 pool.keep(sequence, self._keys(sequence, num_positions))
 
     def refresh(self, pool: PagePool | None, waiting: Iterable[Sequence], *, has_residents: bool) -> None:

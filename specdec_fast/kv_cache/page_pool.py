@@ -343,7 +343,7 @@ class PagePool:
         if self.prefixes is None:
             return self._free.pop()
         page = self._free.pop() if self._free else self.prefixes.evict()
-        self.prefixes.take(page)
+        self.prefixes.num_owners[page] = 1
         return page
 
     def _give_up(self, page: int) -> None:
