@@ -119,7 +119,7 @@ class Numbers:
         tensors = list(weights)
         self._places = [(*_address_of(t), t.dtype, t.shape, None if t.is_inference() else t._version) for t in tensors]
         samples = [_sample(tensor) for tensor in tensors if tensor.is_contiguous() and tensor.numel()]
-        devices = {sample.device for sample in samples}
+        devices = dict.fromkeys(sample.device for sample in samples)
         self._samples = [torch.cat([each for each in samples if each.device == device]) for device in devices]
 
     def __eq__(self, other: object) -> bool:
