@@ -86,11 +86,9 @@ class PrefixCache:
         """Forget all entries if the caller said so or, where no sequence is resident, if the model has changed."""
         if not self.is_on:
             return
-        is_stale = self.is_stale
-        self.is_stale = False
-        if not has_residents and self._target.has_changed():
-            is_stale = True
-        if is_stale:
+        has_changed = not has_residents and self._target.has_changed()
+        if self.is_stale or has_changed:
+            self.is_stale = False  # first, so that a thread that sets it meanwhile is not overlooked
             self.forget(pool, waiting)
 
     def forget(self, pool: PagePool | None, waiting: Iterable[Sequence]) -> None:
