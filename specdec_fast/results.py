@@ -121,6 +121,7 @@ class RunStats:
         num_preemptions: how often a sequence gave up its KV pages to others, because too few were free, and was
             prefilled again later.
         num_out_of_memory: forwards that ran out of memory and were repeated with fewer rows.
+        num_cached_tokens: prompt tokens whose KV entries were found in the prefix cache, of all sequences that ended.
         seconds: wall-clock time of the call so far. The stages add up to less, because there is host work between them.
         timer: seconds per stage: prefill, draft, verify, accept, commit.
         decoding: acceptance counts, summed over all sequences.
@@ -130,6 +131,7 @@ class RunStats:
     num_sequence_steps: int = 0
     num_preemptions: int = 0
     num_out_of_memory: int = 0
+    num_cached_tokens: int = 0
     seconds: float = 0.0
     timer: StageTimer = field(default_factory=StageTimer)
     decoding: DecodingStats = field(default_factory=DecodingStats)
@@ -139,6 +141,11 @@ class RunStats:
         self.num_steps += 1
         self.num_sequence_steps += num_sequences
         self.num_out_of_memory += ran_out_of_memory
+
+    def add_ended(self, decoding: DecodingStats, num_cached_tokens: int) -> None:
+        """Add the counts of a sequence that has ended."""
+        self.decoding.add(decoding)
+        self.num_cached_tokens += num_cached_tokens
 
 
 @dataclass
@@ -196,6 +203,7 @@ class GenerationOutput:
             first token. None if not requested.
         prompt_ranks: per token of ``prompt_ids``, its place by the logits, of equal ones by the ids; 1 is the most
             likely one; None for the first token. None if ``prompt_logprobs`` is.
+        num_cached_tokens: prompt tokens whose KV entries were found in the prefix cache.
     """
 
     index: int
@@ -212,6 +220,7 @@ class GenerationOutput:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     prompt_ranks: list[int | None] | None = None
+    num_cached_tokens: int = 0
 
     def raise_for_error(self) -> GenerationOutput:
         """Return self, or raise the error that ended this request."""

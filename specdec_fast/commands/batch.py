@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer every request; report every line that has no answer. Exit status 1 if there is one."""
     lines = read_batch(args.input, args.served_model_name or [args.target])
     options = chat_options(args)
-    config = engine_config(args, args.dtype)
+    config = engine_config(args, args.dtype).for_service()
     SamplingParams(max_new_tokens=args.max_new_tokens)
     with reserved_output(args, args.input):
         return _answer(args, lines, options, config)

@@ -42,6 +42,12 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: %(default)s)"
     )
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep KV entries for later prompts that begin alike (default: in batch, chat and serve)",
+    )
     add_deterministic_option(parser)
     add_backend_options(parser)
     add_quantization_options(parser)
@@ -74,6 +80,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         method=args.method,
         max_batch_size=args.batch_size,
         num_draft_tokens=args.num_draft_tokens,
+        prefix_cache=args.prefix_cache,
         dtype=dtype,
         deterministic=not args.no_deterministic,
         **backend_settings(args),

@@ -16,6 +16,7 @@ import torch
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.residents import Pools, Residents
 from specdec_fast.engine.row_limit import RowLimit, memory_error
 from specdec_fast.engine.scores import emission_scores
@@ -85,6 +86,7 @@ class EngineCore:
         resident: sequences that hold pages, in the same order.
         ended: sequences that ended outside of a verification: those that are only scored, and those that failed alone.
             The next step returns them.
+        prefixes: the prefix cache.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -104,12 +106,14 @@ class EngineCore:
         self.length_policy = length_policy
         self.stats = RunStats()
         self.is_called = False
-        self._pools = Pools(target, drafter, config)
+        self.prefixes = PrefixCache(target, drafter, config)
+        self._pools = Pools(target, drafter, config, self.prefixes)
         self._row_limit = RowLimit()
         most_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
         most_logit_rows = None if config.memory_bytes is None else most_rows  # the budget has logits for so many
-        self._prefilling = Prefilling(target, drafter, config.max_prefill_tokens, self._row_limit, most_logit_rows)
-        self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config, max_nodes)
+        limits = (config.max_prefill_tokens, self._row_limit, most_logit_rows)
+        self._prefilling = Prefilling(target, drafter, self.prefixes, *limits)
+        self._residents = Residents(self._pools, self.prefixes, self._prefilling, scheduler, drafter, config, max_nodes)
         self.waiting = self._residents.waiting
         self.resident = self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
@@ -147,6 +151,7 @@ class EngineCore:
         self._num_added += 1
         self._requests[self._num_added] = request
         request.request_id = self._num_added
+        self.prefixes.begin(request)
         self._residents.enqueue(request)
         self._pools.is_sized = False
         self._finished = 0.0
@@ -238,6 +243,8 @@ class EngineCore:
         self._in_step = []
         self._pools.is_sized = False  # the next step checks the pools again
         self._leave([s for s in (*self.resident, *self.waiting) if s.request_id not in self._requests])
+        if not isinstance(error, Exception):
+            self.prefixes.forget(self.pool, self.waiting)
 
     @property
     def _overlap(self) -> bool:
@@ -257,12 +264,7 @@ class EngineCore:
         self._in_step = []
         self._residents.admit()
         if self._prefilling.sequences:
-            chunk = self._prefilling.next_chunk()
-            self._in_step = list(chunk)
-            self._finished = 0.0
-            with self.stats.timer("prefill"):
-                self._prefilling.compute(self._pools.pool(), chunk)
-            self._end_prefilled(chunk)
+            self._prefill()
         ready = self._prefilling.ready(self.resident) if self._prefilling.sequences else self.resident
         if not ready:
             self._prefilling.passed()
@@ -278,6 +280,20 @@ class EngineCore:
         self._in_step = room.batch
         self.stats.num_preemptions += room.num_preempted
         return self._launch(room.batch, room.limits, room.node_limits) if room.batch else None
+
+    def _prefill(self) -> None:
+        """Prefill what a step may; in several chunks, if prompts wait for the pages of others that begin alike."""
+        pool = self._pools.pool()
+        self._finished = 0.0
+        num_done = 0
+        while chunk := self._prefilling.next_chunk(pool, num_done):
+            num_done += sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
+            self._in_step = list(chunk)
+            with self.stats.timer("prefill"):
+                self._prefilling.compute(pool, chunk)
+            self._end_prefilled(chunk)
+            if self._row_limit.most is not None:
+                break
 
     @torch.inference_mode()
     def _launch(self, batch: list[Sequence], limits: list[int], node_limits: list[int]) -> Step:
@@ -348,6 +364,7 @@ class EngineCore:
             return []
         with timer("commit"):
             emitted = commit_emissions(step, outcome.emissions, scores, self._requests)
+            self.prefixes.keep(self._pools.pool(), batch)
             lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
@@ -360,6 +377,6 @@ class EngineCore:
         """Remove sequences that wait or are resident, and release what they hold."""
         for sequence in sequences:
             self._requests.pop(sequence.request_id, None)
-            self.stats.decoding.add(sequence.stats)
+            self.stats.add_ended(sequence.stats, sequence.num_cached_tokens)
         self._residents.remove(sequences)  # all pages first, because what follows may raise
         release(self.drafter, self.length_policy, sequences)

@@ -256,6 +256,15 @@ class Engine:
         """
         return self.request_builder().encode(prompt, PromptOptions.from_keywords(prompt_options))
 
+    def reset_prefix_cache(self) -> None:
+        """Give no request that begins after this call KV entries that have been computed before; any thread may call.
+
+        The engine does this itself if it sees, while no request is running, that the weights of the target have
+        changed. Call it after changes that PyTorch does not count, such as writes of single weights through NumPy, and
+        after changes while requests run.
+        """
+        self.core.prefixes.is_stale = True
+
     def describe(self) -> dict[str, Any]:
         """Return the names of this engine's models, method and backends, and how its forwards run."""
         return {
@@ -281,6 +290,7 @@ class Engine:
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "state_bytes_per_sequence": self.target.layout.bytes_per_sequence,
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
+            "prefix_cache": self.core.prefixes.describe(self.core.pool),
             "memory": None if self.memory_plan is None else self.memory_plan.describe(),
         }
 

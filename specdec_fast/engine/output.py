@@ -39,6 +39,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
         sequence.choice,
         sequence.top_logprobs,
         **_prompt_scores(sequence),
+        num_cached_tokens=sequence.num_cached_tokens,
     )
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.engine.scores import token_scores
 from specdec_fast.engine.step import admit, nan_error
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.prefill import LogitReader, prefill
 from specdec_fast.runner.ragged_model import RaggedModel
@@ -29,6 +31,9 @@ class Prefilling:
     for the last committed token (I3). A drafter with taps admits the sequences first, and receives the hidden states of
     every forward. A step prefills ``max_tokens`` at most (None: all), and fewer by ``row_limit`` after memory ran out.
 
+    If prompts begin alike and pages are kept, the first one is computed, and the others wait for its pages: a step then
+    has a chunk for it and another one for what they lack.
+
     The logits of these rows score the prompt's tokens after the first, for sequences that request it. A sequence that
     is only scored ends here, so the drafter never sees it.
     """
@@ -37,12 +42,14 @@ class Prefilling:
         self,
         target: RaggedModel,
         drafter: Drafter,
+        prefixes: PrefixCache,
         max_tokens: int | None,
         row_limit: RowLimit,
         most_logit_rows: int | None = None,
     ) -> None:
         self._target = target
         self._drafter = drafter
+        self._prefixes = prefixes
         self._max_tokens = max_tokens
         self._row_limit = row_limit
         self._most_logit_rows = min(_LOGIT_ROWS, most_logit_rows or _LOGIT_ROWS)
@@ -79,22 +86,37 @@ class Prefilling:
         """Return the resident sequences that lack no entries."""
         return [sequence for sequence in resident if sequence not in self.sequences]
 
-    def next_chunk(self) -> dict[Sequence, int]:
+    def next_chunk(self, pool: PagePool, num_done: int = 0) -> dict[Sequence, int]:
         """Return the next chunk: how many positions of each of its sequences then have entries.
 
-        It is at least one more, but for a text of one token that is only scored.
+        It is at least one more, but for a text of one token that is only scored. ``num_done`` prompt tokens have been
+        prefilled in this step. The chunk is empty if the step may prefill no more, or if no sequence lacks entries:
+        those whose entries have been found are forgotten.
         """
         chunk: dict[Sequence, int] = {}
-        left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
+        most = None if self._max_tokens is None else self._max_tokens - num_done
+        left = min((limit for limit in (most, self._row_limit.most) if limit is not None), default=None)
+        coming = ComingPages(pool.page_size)
+        found = []
         for sequence in self.sequences:
+            if left is not None and left <= 0:
+                break
+            self._prefixes.share(pool, sequence)
             start = sequence.target_kv_length
             stop = sequence.length - 1
+            if start == stop and not sequence.is_only_scored:
+                found.append(sequence)
+                continue
+            useful = min(stop, sequence.most_from_cache)
+            if coming.should_wait(sequence.page_keys, sequence.token_ids, start, useful):
+                continue
             if left is not None:
                 stop = min(stop, start + left)
                 left -= stop - start
+            coming.add(sequence.page_keys, sequence.token_ids, start, stop)
             chunk[sequence] = stop
-            if left == 0:
-                break
+        if found:
+            self.drop(found)
         num_rows = sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
         self._row_limit.num_rows = min(num_rows, self._target.row_padding.largest)
         return chunk
@@ -112,6 +134,7 @@ class Prefilling:
             self._prefill(pool, chunk, None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop
+        self._prefixes.keep(pool, chunk)
         self.sequences = [s for s in self.sequences if s not in chunk or s.target_kv_length < s.length - 1]
 
     def _prefill(
@@ -119,6 +142,8 @@ class Prefilling:
     ) -> None:
         starts = {sequence: sequence.target_kv_length for sequence in chunk}
         prompts = {s: s.token_ids[:stop] for s, stop in chunk.items()}
+        for sequence, start in starts.items():  # after a failed step it may begin before pages that are kept
+            pool.own(sequence, start // pool.page_size)
         unscored = {s: first for s in chunk if (first := s.first_unscored) is not None}
         reader = LogitReader(unscored, self._score, self._most_logit_rows) if unscored else None
         prefill(self._target, pool, prompts, starts, observe, reader)

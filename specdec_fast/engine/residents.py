@@ -12,6 +12,7 @@ from typing import NamedTuple
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.planner.budget import longest_prompt
@@ -30,9 +31,10 @@ class Pools:
 
     """
 
-    def __init__(self, target: RaggedModel, drafter: Drafter, config: EngineConfig) -> None:
+    def __init__(self, target: RaggedModel, drafter: Drafter, config: EngineConfig, prefixes: PrefixCache) -> None:
         self._target = target
         self._drafter = drafter
+        self._prefixes = prefixes
         self._page_size = config.page_size
         self._fixed_tokens = config.kv_cache_tokens
         self._has_budget = config.memory_bytes is not None
@@ -92,7 +94,7 @@ class Pools:
         if self.is_sized and not is_too_large:
             return
         largest = nlargest(max_resident, (s.num_positions + self._spare_tokens for s in (*resident, *waiting)))
-        num_tokens = self._fixed_tokens or sum(map(self._rounded, largest))
+        num_tokens = self._fixed_tokens or self._num_tokens(largest, max_resident)
         # A budget counts all state slots. While slots are added, the old ones and the new ones need memory.
         num_sequences = max_resident if self._has_budget else len(largest)
         if resident:
@@ -104,6 +106,18 @@ class Pools:
             least = self._fixed_tokens or self._rounded(first.num_positions)
             self._prepare(num_tokens, num_sequences, least)
         self.is_sized = True
+
+    def _num_tokens(self, largest: list[int], max_resident: int) -> int:
+        """Return the number of positions for sequences with the ``largest`` lengths.
+
+        If pages are kept, a new pool has room for as much again, but for no more than a full window of the largest.
+        """
+        needed = sum(map(self._rounded, largest))
+        if not self._prefixes.is_on or not largest:
+            return needed
+        if self.target_pool is not None and needed <= self.target_pool.num_tokens:
+            return self.target_pool.num_tokens
+        return min(2 * needed, max_resident * self._rounded(largest[0]))
 
     def pool(self) -> PagePool:
         """Return the target's pool; ``size`` must have been called."""
@@ -135,10 +149,15 @@ class Pools:
     def _allocate(self, num_tokens: int, num_sequences: int) -> None:
         """Allocate the pools, or keep the present ones if they are large enough and no interrupted call left pages."""
         pool = self.target_pool
+        if pool is not None and pool.is_vacant and pool.num_idle_pages and not pool.holds(num_tokens, num_sequences):
+            self._grow(num_tokens, num_sequences)  # keeps the entries, if there is memory for both pools
+            pool = self.target_pool
         if pool is None or not pool.is_vacant or not pool.holds(num_tokens, num_sequences):
             pool = self.target_pool = None  # frees the old pool's memory before the new one is allocated
             target = self._target
             pool = PagePool(target.layout, num_tokens, self._page_size, target.row_padding, num_sequences)
+            if self._prefixes.is_on:
+                pool.keep_prefixes()
             self.target_pool = pool
         self._drafter.expect_sequences(num_sequences)
         self._drafter.prepare(self.pool().num_tokens, self._page_size)
@@ -193,6 +212,7 @@ class Residents:
     def __init__(
         self,
         pools: Pools,
+        prefixes: PrefixCache,
         prefilling: Prefilling,
         scheduler: Scheduler,
         drafter: Drafter,
@@ -202,6 +222,7 @@ class Residents:
         self.waiting: deque[Sequence] = deque()
         self.resident: list[Sequence] = []
         self._pools = pools
+        self._prefixes = prefixes
         self._prefilling = prefilling
         self._scheduler = scheduler
         self._drafter = drafter
@@ -222,12 +243,14 @@ class Residents:
     def admit(self) -> None:
         """Admit the first waiting sequences: as many as the scheduler allows and as there is room for."""
         most = self._scheduler.checked_max_resident()
+        self._prefixes.refresh(self._pools.target_pool, self.waiting, has_residents=bool(self.resident))
         self._pools.size(self.resident, self.waiting, most)
         pool = self._pools.pool()
         places = min(self._scheduler.checked_num_to_admit(len(self.resident)), most - len(self.resident))
         while self.waiting and places > 0 and self._has_room(self.waiting[0]):
             sequence = self.waiting.popleft()
             pool.add(sequence)
+            self._prefixes.share(pool, sequence)
             pool.allocate(sequence, min(sequence.length, sequence.num_positions))
             self._prefilling.add(sequence)
             if sequence.resident_since is None:
@@ -246,11 +269,11 @@ class Residents:
         ends = [s.length + limit for s, limit in zip(batch, node_limits, strict=True)]
         num_missing = sum(map(pool.num_missing, batch, ends))
         num_preempted = 0
-        if num_missing > pool.num_free_pages and node_limits is not limits:
+        if num_missing > self._num_free(pool) and node_limits is not limits:
             return self.make_room(batch, limits, may_branch=False)
         if not num_missing:
             return Room(batch, limits, node_limits, 0)
-        while num_missing > pool.num_free_pages:
+        while num_missing > self._num_free(pool):
             last = self.resident[-1]
             if last in batch:
                 num_missing -= pool.num_missing(last, ends[batch.index(last)])
@@ -288,7 +311,17 @@ class Residents:
         if not self._pools.has_slot(len(self.resident)):
             return False
         needed = pool.num_pages_for(self._goal(sequence))
-        return needed + sum(pool.num_missing(s, self._goal(s)) for s in self.resident) <= pool.num_free_pages
+        needed += sum(pool.num_missing(s, self._goal(s)) for s in self.resident)
+        num_free = self._num_free(pool)
+        if needed > num_free and self._prefixes.counts_once:
+            needed -= self._prefixes.num_shared(pool, sequence)
+        return needed <= num_free
+
+    def _num_free(self, pool: PagePool) -> int:
+        """Return how many pages sequences may still get, idle ones that are kept for others among them."""
+        if not self._prefixes.is_on or self._prefixes.counts_once:
+            return pool.num_free_pages
+        return pool.num_pages - pool.num_held_pages
 
     def _goal(self, sequence: Sequence) -> int:
         """Return the number of positions up to which a sequence should be able to grow without preemption."""

@@ -39,7 +39,7 @@ class BatchGenerator:
     Args:
         target: a name or folder, as for ``Engine``; workers load it themselves.
         draft: a name or folder, the name of a drafter, or None, as for ``Engine``.
-        config: an EngineConfig; its fields may be given as keywords instead.
+        config: an EngineConfig; its fields may be given as keywords instead. ``prefix_cache`` is on unless it is False.
         params: SamplingParams or a transformers GenerationConfig for all rows; None is greedy. Or a function that makes
             them from a row (a dict of its columns), for example ``lambda row: SamplingParams(temperature=0.8,
             seed=row["id"])``.
@@ -73,7 +73,7 @@ class BatchGenerator:
         self._added = ["text", "token_ids", "finish_reason", "error", "stats"]
         if callable(self._params) or self._params.logprobs:
             self._added.append("logprobs")
-        self.engine = Engine(target, draft, as_config(config, keywords), tokenizer=tokenizer)
+        self.engine = Engine(target, draft, as_config(config, keywords).for_service(), tokenizer=tokenizer)
 
     def __call__(self, batch: Batch) -> Batch:
         """Decode the rows of a batch, and return it with the columns of the outputs.

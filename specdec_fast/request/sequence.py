@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specdec_fast.errors import RequestError
+from specdec_fast.request.page_keys import PageKeys
 from specdec_fast.request.stopping import StopStrings, cut_emission
 from specdec_fast.results import DecodingStats, FinishReason, TokenScores
 from specdec_fast.sampling_params import SamplingParams
@@ -35,6 +36,8 @@ class Sequence:
         top_logprobs: the most likely tokens at every emitted one; None if the request does not ask for them.
         prompt_scores: the scores of the prompt's tokens after the first, as far as they are known; None if the request
             does not ask for them.
+        page_keys: the keys of its pages, by which others find them; None if no pages are kept.
+        num_cached_tokens: tokens of the prompt whose KV entries others had computed.
     """
 
     index: int
@@ -58,6 +61,8 @@ class Sequence:
     choice: int = 0
     top_logprobs: list[dict[int, float]] | None = None
     prompt_scores: TokenScores | None = None
+    page_keys: PageKeys | None = None
+    num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.params.logprobs:
@@ -97,6 +102,12 @@ class Sequence:
     def length(self) -> int:
         """The number of committed tokens: prompt plus emitted."""
         return len(self.token_ids)
+
+    @property
+    def most_from_cache(self) -> int:
+        """The number of its first positions that need no row: those before the last, and before unscored ones."""
+        first_unscored = self.first_unscored
+        return self.length - 1 if first_unscored is None else first_unscored
 
     @property
     def samples(self) -> bool:

@@ -76,10 +76,9 @@ class Answer(ABC):
             output.raise_for_error()
             choice = self._choice(index, output, output.prompt_ids)
             choices.append(choice | {"finish_reason": output.finish_reason})
-        num_prompt_tokens = sum(len(output.prompt_ids) for output in outputs[:: self._num_each])
-        num_tokens = sum(len(output.token_ids) for output in outputs)
+        prompts = [(len(output.prompt_ids), output.num_cached_tokens) for output in outputs]
         shown = self._of_prompt(outputs[0], outputs[0].prompt_ids, in_choice=False)
-        return {**self._head, **shown, "choices": choices, "usage": _usage(num_prompt_tokens, num_tokens)}
+        return {**self._head, **shown, "choices": choices, "usage": self._usage(prompts)}
 
     def event(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> dict[str, Any] | None:
         """Return an event of choice ``index`` for a chunk without an error; None if the chunk has nothing to show."""
@@ -110,10 +109,24 @@ class Answer(ABC):
         before, *after = state.parts
         return before + json.dumps(chunk.text) + json.dumps(chunk.token_ids).join(after)
 
-    def usage_event(self, prompt_lengths: Sequence[int]) -> dict[str, Any]:
-        """Return the last event of a stream with ``include_usage``, from the lengths of all choices' prompts."""
+    def usage_event(self, prompts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Return the last event of a stream with ``include_usage``.
+
+        ``prompts`` has, for every choice, the tokens of its prompt and those that were found in the prefix cache.
+        """
+        return {**self._event_head, "choices": [], "usage": self._usage(prompts)}
+
+    def _usage(self, prompts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Return the usage; of each prompt the first choice counts."""
+        num_prompt_tokens = sum(length for length, _ in prompts[:: self._num_each])
+        num_cached_tokens = sum(cached for _, cached in prompts[:: self._num_each])
         num_tokens = sum(choice.num_tokens for choice in self._choices.values())
-        return {**self._event_head, "choices": [], "usage": _usage(sum(prompt_lengths[:: self._num_each]), num_tokens)}
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        }
 
     def _choice(self, index: int, part: _Part, prompt_ids: list[int], is_event: bool = False) -> dict[str, Any]:
         state = self._choices.setdefault(index, _Choice())
@@ -309,11 +322,3 @@ def _chat_logprob(text: str, logprob: float | None) -> dict[str, Any]:
     # The text of a part of a character does not say which bytes it has.
     code = None if _INCOMPLETE in text else list(text.encode(errors="replace"))
     return {"token": text, "logprob": logprob, "bytes": code}
-
-
-def _usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt_tokens + num_tokens,
-    }

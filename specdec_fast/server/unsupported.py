@@ -117,7 +117,7 @@ _CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 
 _ADVICE = {
     "best_of": "use n, and choose among its texts",
-    "cache_salt": "the engine has no prefix cache; leave it out",
+    "cache_salt": "all requests share one prefix cache, and serve --no-prefix-cache has none; leave it out",
     "chat_template": "the server's option --chat-template sets the template of all requests",
     "do_sample": "use temperature; 0 decodes greedily",
     "enable_thinking": "put it into chat_template_kwargs",

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec_fast.config import EngineConfig, expect_at_least, expect_seconds
+from specdec_fast.config import EngineConfig, as_config, expect_at_least, expect_seconds
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.output import score_of
@@ -42,7 +42,8 @@ class AsyncEngine:
     Args:
         target: the model that verifies, as for ``Engine``.
         draft: the drafter, as for ``Engine``.
-        config: as for ``Engine``; without one, ``max_prefill_tokens`` is 512.
+        config: as for ``Engine``, but ``prefix_cache`` is on unless it is False; without a config,
+            ``max_prefill_tokens`` is 512.
         tokenizer: as for ``Engine``.
         max_waiting: largest number of requests that wait, besides those that fit into the window (``window_size``).
         kv_token_budget: largest number of KV positions (prompt and ``max_new_tokens``) of all requests together,
@@ -74,7 +75,8 @@ class AsyncEngine:
             expect_at_least("kv_token_budget", kv_token_budget, 1)
         if config is None:
             keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
-        self.engine = Engine(target, draft, config, tokenizer=tokenizer, **keywords)
+        config = as_config(config, keywords).for_service()
+        self.engine = Engine(target, draft, config, tokenizer=tokenizer)
         if self.engine.target.is_sharded:
             raise ConfigError(
                 "the target is sharded over processes, and requests would reach an AsyncEngine in each at different "

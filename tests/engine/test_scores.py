@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import VOCAB_SIZE
 from support.recording_drafter import Recording
 from support.scripted import scripted_model
+
+
+SCORING = sd.SamplingParams(max_new_tokens=0, prompt_logprobs=2)
 
 
 def by_hand(row, token, count):
@@ -105,6 +109,25 @@ def test_a_budget_bounds_the_logits(pair, forwards):
     engine.score([list(range(30))])
     assert sum(wanted for _, wanted in forwards) == 29
     assert max(wanted for _, wanted in forwards) <= 6
+
+
+@pytest.mark.parametrize("tapped", [False, True])
+def test_rows_are_shared_only_where_no_score_needs_them(pair, tapped):
+    """Of a prefix that another request has computed; chunks are smaller than a page."""
+    drafter = Recording((1,), lambda sequence, limit: [1] * limit) if tapped else pair[1]
+    options = {"num_draft_tokens": 2, "max_prefill_tokens": 3, "page_size": 8, "prefix_cache": True}
+    engine = sd.Engine(pair[0], drafter, **options)
+    text = list(range(30))
+    decoding = sd.SamplingParams(max_new_tokens=6, ignore_eos=True)
+    expected = sd.Engine(pair[0], None).generate([text], replace(decoding, prompt_logprobs=2))[0]
+    engine.generate([text], decoding)
+    outputs = engine.generate([text] * 3, [replace(decoding, prompt_logprobs=2), decoding, SCORING])
+    assert [output.token_ids for output in outputs] == [expected.token_ids, expected.token_ids, []]
+    for output in (outputs[0], outputs[2]):
+        assert output.num_cached_tokens == 0
+        assert output.prompt_logprobs == expected.prompt_logprobs
+        assert output.prompt_top_logprobs == expected.prompt_top_logprobs
+    assert tapped or outputs[1].num_cached_tokens > 0
 
 
 def test_a_drafter_never_sees_what_is_only_scored(pair):

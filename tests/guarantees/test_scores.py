@@ -82,6 +82,7 @@ BATCHES = {
     "chunks": {"max_batch_size": 3, "max_prefill_tokens": 5},
     "small pool": {"max_batch_size": 4, "page_size": 4, "kv_cache_tokens": 96, "max_prefill_tokens": 13},
     "lockstep": {"max_batch_size": 2, "method": "eqspec"},
+    "prefix cache": {"max_batch_size": 3, "prefix_cache": True, "page_size": 4, "max_prefill_tokens": 7},
 }
 
 

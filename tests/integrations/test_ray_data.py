@@ -43,6 +43,14 @@ def test_rows_get_the_outputs_of_the_engine_and_keep_their_columns(worker, plain
     assert "output_logprobs" not in found
 
 
+def test_prompts_that_begin_alike_share_pages_unless_the_config_says_otherwise(worker):
+    prompts = np.array([[*range(40), i] for i in range(2)])
+    for _ in range(2):
+        worker({"prompt": prompts})
+    assert worker.engine.last_run.num_cached_tokens == 2 * 32
+    assert BatchGenerator(*PAIR, params=LIMIT, prefix_cache=False).engine.config.prefix_cache is False
+
+
 @pytest.mark.parametrize("as_array", [True, False])
 def test_prompts_may_be_ids(worker, plain, prompts, as_array):
     ids = [plain.encode(prompt) for prompt in prompts[:3]]

@@ -129,7 +129,7 @@ def test_an_echo_has_the_scores_of_the_prompt(app, engine, reference, chat_token
     assert choices[-1]["finish_reason"] == "length"
     if not stream:
         usage = {"prompt_tokens": len(ids), "completion_tokens": max_tokens, "total_tokens": len(ids) + max_tokens}
-        assert exchange.json["usage"] == usage
+        assert usage.items() <= exchange.json["usage"].items()
 
 
 def test_what_an_evaluation_harness_reads(app, engine):

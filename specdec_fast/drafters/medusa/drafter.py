@@ -43,6 +43,8 @@ class MedusaDrafter(HeadsDrafter):
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
     """
 
+    knows_prefixes = True
+
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
         target = context.target
@@ -86,6 +88,9 @@ class MedusaDrafter(HeadsDrafter):
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         self._hidden.clear()
+
+    def known_positions(self, sequence: Sequence) -> int:
+        return sequence.length  # a proposal reads the hidden state of one position, the last before the newest
 
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
         end = 0
