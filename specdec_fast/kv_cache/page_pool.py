@@ -236,9 +236,9 @@ class PagePool:
                 f"{self.num_free_pages} of {self.num_pages} are free. Raise kv_cache_tokens, or lower max_new_tokens."
             )
         self.widen(needed)
-        while len(pages) < needed:
-            pages.append(self._new_page())
-            self._write_place(place, len(pages) - 1, pages[-1])
+        new = [self._new_page() for _ in range(needed - len(pages))]
+        self._write_place(place, len(pages), new)
+        pages += new
 
     def num_shared(self, keys: Sequence[Hashable]) -> int:
         """Return how many of the pages of these keys, the first ones, have an owner."""
@@ -265,24 +265,26 @@ class PagePool:
         prefixes = self.prefixes
         if prefixes is None:
             return 0
-        pages = self._pages_of[owner]
         start = prefixes.num_kept[owner]
-        num_pages = start
+        found = []
         for key in keys[start:]:
             page = prefixes.page_of.get(key)
             if page is None:
                 break
-            self.widen(num_pages + 1)
+            found.append(page)
+        if not found:
+            return 0
+        end = start + len(found)
+        self.widen(end)
+        for page in found:
             prefixes.take(page)
-            if num_pages < len(pages):
-                self._give_up(pages[num_pages])
-                pages[num_pages] = page
-            else:
-                pages.append(page)
-            self._write_place(self._places[owner], num_pages, page)
-            num_pages += 1
-            prefixes.num_kept[owner] = num_pages
-        return num_pages - start
+        pages = self._pages_of[owner]
+        for page in pages[start:end]:
+            self._give_up(page)
+        pages[start:end] = found
+        self._write_place(self._places[owner], start, found)
+        prefixes.num_kept[owner] = end
+        return len(found)
 
     def keep(self, owner: Hashable, keys: Sequence[Hashable]) -> None:
         """Keep an owner's first pages, whose entries are computed, for others with the same keys.
@@ -299,7 +301,7 @@ class PagePool:
                 prefixes.take(page)
                 self._give_up(pages[i])
                 pages[i] = page
-                self._write_place(self._places[owner], i, page)
+                self._write_place(self._places[owner], i, [page])
             prefixes.num_kept[owner] = i + 1
 
     def num_kept(self, owner: Hashable) -> int:
@@ -319,7 +321,7 @@ class PagePool:
             if prefixes.num_owners[pages[i]] > 1:
                 prefixes.leave(pages[i])
                 pages[i] = self._new_page()
-                self._write_place(self._places[owner], i, pages[i])
+                self._write_place(self._places[owner], i, [pages[i]])
             else:
                 prefixes.unname(pages[i])
             prefixes.num_kept[owner] = i
@@ -351,11 +353,13 @@ class PagePool:
         if self.prefixes.leave(page):
             self._free.append(page)
 
-    def _write_place(self, place: int, index: int, page: int) -> None:
-        """Note that the page with number ``index`` of the owner at ``place`` is ``page``."""
-        start = index * self.page_size
-        self.tables[place, index] = page
-        self.slots[place, start : start + self.page_size] = page * self.page_size + self._in_page
+    def _write_place(self, place: int, first: int, pages: list[int]) -> None:
+        """Note the pages with numbers from ``first`` on of the owner at ``place``."""
+        size = self.page_size
+        end = first + len(pages)
+        self.tables[place, first:end] = pages
+        slots = self.slots[place, first * size : end * size].reshape(len(pages), size)  # a view
+        np.add(np.array(pages, np.int32)[:, None] * size, self._in_page, out=slots)
 
     def spans(self, rows: Iterable[Rows], ahead: Sequence[int] | None = None) -> Spans:
         """Allocate the pages that one forward's new positions need; a program will lay the rows out.

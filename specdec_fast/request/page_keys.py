@@ -29,13 +29,16 @@ class PageKeys:
     def first(self, token_ids: list[int], num_pages: int) -> list[bytes]:
         """Return the keys of the first ``num_pages`` pages of a text; it only ever grows between two calls."""
         keys = self._keys
-        size = self._page_size
-        while len(keys) < num_pages:
-            start = len(keys) * size
-            page = array("q", token_ids[start : start + size])
-            before = keys[-1] if keys else self._root
-            keys.append(blake2b(before + page.tobytes(), digest_size=32).digest())
-        return keys[:num_pages]
+        num_known = len(keys)
+        if num_known < num_pages:
+            size = self._page_size
+            tokens = array("q", token_ids[num_known * size : num_pages * size]).tobytes()
+            page_bytes = len(tokens) // (num_pages - num_known)
+            key = keys[-1] if keys else self._root
+            for start in range(0, len(tokens), page_bytes):
+                key = blake2b(key + tokens[start : start + page_bytes], digest_size=32).digest()
+                keys.append(key)
+        return keys if num_known == num_pages else keys[:num_pages]
 
 
 class ComingPages:

@@ -19,7 +19,7 @@ from specdec_fast.request.sequence import Sequence
 from support import clover, dflash, eagle3, medusa, specblock
 from support.grids import each_value_once, grid
 from support.invariants import CheckedEngine, patched
-from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import VOCAB_SIZE, WITH_CHUNKS, tiny_model, truncated_copy
 from support.prefixes import (
     PAGE,
     PARAMS,
@@ -117,6 +117,17 @@ def test_outputs_with_other_weights_and_without_a_program(drafts, expected, conf
     engine = engine_of(target(), drafts("model", target()), **config)
     for _ in range(2):
         assert results(engine.generate(PROMPTS, PARAMS)) == expected(torch.float32, **config)
+    assert engine.last_run.num_cached_tokens >= 150
+
+
+@pytest.mark.parametrize("architecture", grid([*WITH_CHUNKS], ["mistral-window"]))
+def test_outputs_of_other_architectures(architecture):
+    """Windows, chunks of positions and layers of several shapes read entries of kept pages like their own."""
+    target = tiny_model(architecture)
+    expected = plain_results(target)
+    engine = engine_of(target, "ngram")
+    for _ in range(2):
+        assert results(engine.generate(PROMPTS, PARAMS)) == expected
     assert engine.last_run.num_cached_tokens >= 150
 
 
