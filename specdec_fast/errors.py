@@ -141,3 +141,11 @@ class StepError(RequestError, RuntimeError):
 
 class InvalidLogitsError(RequestError, ArithmeticError):
     """The target produced NaN logits for this request."""
+
+
+class NoAllowedTokenError(RequestError, ValueError):
+    """The request's own restrictions leave no token that may follow its tokens."""
+
+
+class TokenMaskError(RequestError, RuntimeError):
+    """What restricts the tokens of this request raised the exception in ``__cause__``."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,13 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    logits_processors: tuple[Any, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -119,8 +127,8 @@ class SamplingParams:
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, as_plain(getattr(self, field.name)))
+        for each in fields(self):
+            object.__setattr__(self, each.name, as_plain(getattr(self, each.name)))
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -173,6 +181,21 @@ class SamplingParams:
             if size > most:
                 shown = f"{getattr(self, name)!r:.{_LONGEST_SHOWN}}"
                 raise InvalidParamsError(f"{name}={shown}...: {size} {of_what}; expected at most {most}.")
+
+    @cached_property
+    def has_penalty(self) -> bool:
+        """Whether a penalty changes the logits of tokens that were seen or emitted."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def adds_to_logits(self) -> bool:
+        """Whether a presence or frequency penalty or a bias is added to logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or bool(self.logit_bias)
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """Whether a penalty, a bias or a logits processor changes logits."""
+        return self.has_penalty or self.adds_to_logits or bool(self.logits_processors)
 
     def with_seed_offset(self, offset: int) -> SamplingParams:
         """Return the parameters of another request of a series: those with ``seed + offset``.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kernels/multiversion.h"
@@ -98,12 +99,38 @@ Path path_to(const VerifyChainArgs& args, std::int64_t first, std::int64_t row, 
   scratch.clear();
   for (; row > first; row = first + args.parents[row]) scratch.push_back(args.token_ids[row]);
   scratch.push_back(args.token_ids[first]);
-  return {scratch.data(), static_cast<std::int64_t>(scratch.size())};  // backwards: a penalty needs no order
+  std::swap(scratch.front(), scratch.back());  // the first row's token first; penalties need no other order
+  return {scratch.data(), static_cast<std::int64_t>(scratch.size())};
+}
+
+// The bitmask of a row; null if it forbids nothing.
+const std::int32_t* mask_of(const VerifyChainArgs& args, std::int64_t row) {
+  const std::int32_t* allowed = args.sampling->allowed;
+  if (allowed == nullptr) return nullptr;
+  const std::int64_t num_words = (args.vocab_size + 31) / 32;
+  const std::int32_t* words = allowed + row * num_words;
+  const bool is_free = std::all_of(words, words + num_words, [](std::int32_t word) { return word == -1; });
+  return is_free ? nullptr : words;
+}
+
+// What changes the logits of a row of sequence `b`, but for the tokens that its penalties count.
+Edits edits_of(const VerifyChainArgs& args, std::int64_t row, std::int64_t b) {
+  const Sampling& s = *args.sampling;
+  Edits edits;
+  edits.repetition_penalty = s.repetition_penalties[b];
+  edits.allowed = mask_of(args, row);
+  if (s.presence_penalties == nullptr) return edits;
+  edits.presence_penalty = s.presence_penalties[b];
+  edits.frequency_penalty = s.frequency_penalties[b];
+  edits.bias_ids = s.bias_ids + s.cu_bias[b];
+  edits.bias_values = s.bias_values + s.cu_bias[b];
+  edits.num_biases = s.cu_bias[b + 1] - s.cu_bias[b];
+  return edits;
 }
 
 // Memory that successive rows share.
 struct Scratch {
-  std::vector<double> scores;
+  SampleScratch sampled;
   std::vector<std::int64_t> path;
 };
 
@@ -112,14 +139,16 @@ std::int64_t choose(const VerifyChainArgs& args, std::int64_t row, Scratch& scra
   const Sampling& s = *args.sampling;
   const std::int32_t* after = std::upper_bound(args.cu_seqlens, args.cu_seqlens + args.batch_size + 1, row);
   const std::int64_t b = after - args.cu_seqlens - 1;
-  if (s.temperatures[b] == 0.0 && s.repetition_penalties[b] == 1.0) return argmax_row(args, row);
+  Edits edits = edits_of(args, row, b);
+  if (s.temperatures[b] == 0.0 && !edits.any()) return argmax_row(args, row);
   const Path path = path_to(args, args.cu_seqlens[b], row, scratch.path);
+  edits.seen = {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b],
+                s.num_prompt == nullptr ? 0 : s.num_prompt[b], path.token_ids, path.length};
   const std::int64_t item = args.dtype == DType::kFloat32 ? 4 : 2;
   return sample_row({static_cast<const char*>(args.logits) + row * args.row_stride * item, args.dtype, args.vocab_size,
-                     s.temperatures[b], s.top_k[b], s.top_p[b], s.min_p[b], s.repetition_penalties[b], s.seeds[b],
-                     s.positions[b] + path.length - 1,
-                     {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b], path.token_ids, path.length}},
-                    scratch.scores);
+                     s.temperatures[b], s.top_k[b], s.top_p[b], s.min_p[b], s.seeds[b], s.positions[b] + path.length - 1,
+                     edits},
+                    scratch.sampled);
 }
 
 // Parents precede their children, so one pass finds the path.

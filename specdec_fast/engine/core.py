@@ -329,7 +329,7 @@ class EngineCore:
             self._prepare_retry(error)
             return []
         with timer("commit"):
-            emitted = commit_emissions(step, outcome.emissions, logprobs, self._requests)
+            emitted = commit_emissions(step, outcome.emissions, rows, logprobs, self._requests)
             lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)

@@ -131,7 +131,7 @@ def chosen_tokens(
         logits: ``[N, V]``.
         vocab_size: ids below it may be chosen.
         sampling: how each sequence chooses; None: greedily.
-        token_ids: ``[N]`` int64, the token of each row. Only repetition penalties read it; None: there are none.
+        token_ids: ``[N]`` int64, the token of each row. Only penalties read it; None: there are none.
         cu_seqlens: ``[B + 1]`` int32, the first row of each sequence, and their number; None: each row is one's only.
         target_ids: ``[V]`` int64, the target's id of each id of the logits, returned in its place; None: the same.
     """
@@ -178,11 +178,11 @@ def laid_out_loop(
     """Lay out a drafting loop for a graph.
 
     Returns:
-        The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence has a
-        repetition penalty, for which there are no graphs.
+        The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence
+        edits logits, for which there are no graphs.
     """
     sequences = owners(rows)
-    if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
+    if any(sequence.edits_logits for sequence in sequences):
         return None
     layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
     return layout, sampling_columns(sequences) if any(sequence.samples for sequence in sequences) else {}

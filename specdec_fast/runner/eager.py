@@ -73,7 +73,9 @@ class EagerRunner:
         verify_chain = (self._ops.unchecked or self._ops).verify_chain
         results = verify_chain(logits, token_ids, batch.cu_seqlens, sampling, above)
         accept_seconds = perf_counter() - computed
-        return Verification(plan.counts, logits, results, computed - started, accept_seconds, plan.hidden_states)
+        return Verification(
+            plan.counts, logits, results, computed - started, accept_seconds, plan.hidden_states, plan.failures
+        )
 
     def draft(
         self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int
