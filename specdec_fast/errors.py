@@ -149,3 +149,11 @@ class NoAllowedTokenError(RequestError, ValueError):
 
 class TokenMaskError(RequestError, RuntimeError):
     """What restricts the tokens of this request raised the exception in ``__cause__``."""
+
+
+class LogitsProcessorError(RequestError, RuntimeError):
+    """A logits processor of this request raised the exception in ``__cause__``, or returned no logits of numbers."""
+
+
+class UnknownTokenError(RequestError, ValueError):
+    """The request's parameters name a token id outside the target's vocabulary, or a word that has no tokens."""

@@ -5,10 +5,74 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 
+from specdec_fast.errors import InvalidPromptError, MissingTokenizerError, UnknownTokenError
+from specdec_fast.request.prompts import encode_words
 from specdec_fast.request.token_masks import TokenMask, row_of
+from specdec_fast.sampling_params import SamplingParams
+
+
+def masks_of(
+    params: SamplingParams, prompt: Many[int], stop_ids: Iterable[int], tokenizer: Any | None, vocab_size: int
+) -> list[TokenMask]:
+    """Return the masks of a request; an empty list if it may emit every token.
+
+    Args:
+        params: its parameters, of which token ids are checked here.
+        prompt: its token ids.
+        stop_ids: that end it.
+        tokenizer: for bad words that are strings; None: none is known.
+        vocab_size: of the target.
+
+    Raises:
+        UnknownTokenError: a token id is outside the vocabulary, or a word has no tokens.
+        MissingTokenizerError: a bad word is a string, and there is no tokenizer.
+    """
+    _expect_known("logit_bias", params.logit_bias, vocab_size)
+    masks: list[TokenMask] = []
+    if params.allowed_token_ids is not None:
+        _expect_known("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        masks.append(FixedMask(row_of(params.allowed_token_ids, vocab_size)))
+    words = _words_of(params, tokenizer)
+    _expect_known("bad_words", (token for word in words for token in word), vocab_size)
+    if single := {word[0] for word in words if len(word) == 1}:
+        masks.append(FixedMask(~row_of(single, vocab_size)))
+    if several := [word for word in words if len(word) > 1]:
+        masks.append(ForbiddenWords(several, prompt, vocab_size))
+    if params.min_tokens:
+        masks.append(LeastTokens(params.min_tokens, stop_ids, vocab_size))
+    return masks
+
+
+def _expect_known(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    wrong = next((token for token in token_ids if token >= vocab_size), None)
+    if wrong is not None:
+        raise UnknownTokenError(
+            f"{name}: token id {wrong} is outside the target's vocabulary; expected 0 to {vocab_size - 1}."
+        )
+
+
+def _words_of(params: SamplingParams, tokenizer: Any | None) -> list[tuple[int, ...]]:
+    """Return the bad words as token ids; a string has those at the beginning of a text and those behind a space."""
+    words: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        if isinstance(word, tuple):
+            words[word] = None
+            continue
+        if tokenizer is None:
+            raise MissingTokenizerError(
+                f"bad_words has {word!r:.80}, but no tokenizer is known for this target; pass tokenizer=..., or words "
+                "as lists of token ids."
+            )
+        try:
+            found = encode_words(tokenizer, (word.lstrip(), " " + word.lstrip()))
+        except InvalidPromptError as error:
+            raise UnknownTokenError(f"bad_words: the tokenizer cannot encode {word!r:.80}: {error}") from error
+        words |= dict.fromkeys(found)
+    return list(words)
 
 
 class FixedMask(TokenMask):

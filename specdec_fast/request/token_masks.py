@@ -41,12 +41,44 @@ class TokenMask(Protocol):
 
 
 class TokenMasks:
-    """The masks of one request: a token may be chosen if all of them allow it."""
+    """The masks of one request: a token may be chosen if all of them allow it.
 
-    def __init__(self, masks: Iterable[TokenMask]) -> None:
+    Args:
+        masks: in the state of a request that has emitted nothing.
+        vocab_size: of the target.
+
+    Attributes:
+        vocab_size: as passed.
+        reads_tokens: whether a mask depends on which tokens were emitted.
+    """
+
+    def __init__(self, masks: Iterable[TokenMask], vocab_size: int) -> None:
         self._masks = list(masks)
         self._num_followed = 0
+        self._error: Exception | None = None  # of a mask, after which its state means nothing
+        self.vocab_size = vocab_size
         self.reads_tokens = any(mask.reads_tokens for mask in self._masks)
+
+    def row_behind(self, emitted: Many[int], path: Many[int]) -> np.ndarray:
+        """Return the row behind draft tokens, for a drafter: a hint, which forbids nothing where nothing is known.
+
+        ``path`` are the draft tokens; ``UNREAD`` stands for one that is not known.
+        """
+        row = np.full(num_words(self.vocab_size), ALL_ALLOWED, np.int32)
+        if self._error is not None or (self.reads_tokens and UNREAD in path):
+            return row
+        try:
+            self._follow(emitted)
+            num_followed = 0
+            while num_followed < len(path) and self._advance(path[num_followed]):
+                num_followed += 1
+            if num_followed == len(path):
+                self._fill(row)
+            self._rollback(num_followed)
+        except Exception as error:  # the next verification reports it
+            self._error = error
+            row[:] = ALL_ALLOWED
+        return row
 
     def fill_rows(self, emitted: Many[int], drafted: Many[int], parents: Many[int], rows: np.ndarray) -> None:
         """Write the rows of one sequence of a verification.
@@ -58,10 +90,9 @@ class TokenMasks:
             rows: ``[n + 1, words]`` int32, all words ``ALL_ALLOWED``; row i + 1 is that of draft token i. Rows behind a
                 draft token that may not be chosen stay so: the token is rejected, so nothing is chosen there.
         """
-        for token in emitted[self._num_followed :]:
-            if not self._advance(token):
-                raise ValueError(f"a mask forbids token {token}, which the request has emitted")
-            self._num_followed += 1
+        if self._error is not None:
+            raise self._error
+        self._follow(emitted)
         self._fill(rows[0])
         children: list[list[int]] = [[] for _ in rows]
         for node, parent in enumerate(parents, start=1):
@@ -81,6 +112,12 @@ class TokenMasks:
             self._fill(rows[node])
             pending += children[node][::-1]
         self._rollback(len(path))
+
+    def _follow(self, emitted: Many[int]) -> None:
+        for token in emitted[self._num_followed :]:
+            if not self._advance(token):
+                raise ValueError(f"a mask forbids token {token}, which the request has emitted")
+            self._num_followed += 1
 
     def _advance(self, token: int) -> bool:
         for place, mask in enumerate(self._masks):

@@ -40,7 +40,7 @@ class GraphRunner(EagerRunner):
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
         """Replay the graph of a whole verification; there is none for sequences that edit logits."""
-        if plan.edits_logits:
+        if plan.edits_logits or plan.has_processors:
             return super().verify(pool, plan)
         started = perf_counter()
         layout = lay_out_on_host(pool, plan.rows)

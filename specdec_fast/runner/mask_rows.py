@@ -68,3 +68,24 @@ def mask_rows(
             failure.__cause__ = error
             failures |= dict.fromkeys(range(start, start + count + 1), failure)
     return MaskRows(words, failures)
+
+
+def rows_for_drafts(sequences: Many[Sequence], paths: Many[Many[int]]) -> np.ndarray | None:
+    """Make the bitmasks of a drafter's rows, as far as they are known.
+
+    Args:
+        sequences: of each of ``N`` rows.
+        paths: the draft tokens in front of each row, ``UNREAD`` where they are not known.
+
+    Returns:
+        ``[N, words]`` int32; None if no sequence has a mask.
+    """
+    masks = [sequence.masks for sequence in sequences]
+    vocab_size = next((own.vocab_size for own in masks if own is not None), None)
+    if vocab_size is None:
+        return None
+    words = np.full((len(masks), num_words(vocab_size)), ALL_ALLOWED, np.int32)
+    for row, (own, sequence, path) in enumerate(zip(masks, sequences, paths, strict=True)):
+        if own is not None:
+            words[row] = own.row_behind(sequence.emitted_ids, path)
+    return words

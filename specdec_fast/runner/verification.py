@@ -53,6 +53,11 @@ class StepPlan:
         """Whether a sequence has a penalty, a bias or a mask: what has no graph."""
         return any(sequence.edits_logits for sequence in self.sequences)
 
+    @property
+    def has_processors(self) -> bool:
+        """Whether a sequence has logits processors, which are called between the forward and the choice."""
+        return any(sequence.params.logits_processors for sequence in self.sequences)
+
     @cached_property
     def masks(self) -> MaskRows | None:
         """The bitmask of every row; None if no sequence has one. Draft tokens that a mask reads come to the host."""

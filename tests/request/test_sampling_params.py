@@ -160,8 +160,8 @@ def test_stop_token_ids_add_to_eos(ignore_eos, stop_ids):
 # Each changes which tokens come out, and has no counterpart here.
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 4), ("max_length", 30), ("min_new_tokens", 3), ("no_repeat_ngram_size", 2),
-     ("bad_words_ids", [[4]]), ("sequence_bias", {(4,): 1.0})],
+    [("num_beams", 4), ("max_length", 30), ("forced_eos_token_id", 3), ("begin_suppress_tokens", [2]),
+     ("guidance_scale", 1.5)],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_generation_config_with_a_field_unknown_here_is_refused(name, value):

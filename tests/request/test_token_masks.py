@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec_fast.request.restrictions import FixedMask, ForbiddenWords, LeastTokens
-from specdec_fast.request.token_masks import ALL_ALLOWED, TokenMasks, forbid, num_words, row_of
+from specdec_fast.request.token_masks import ALL_ALLOWED, UNREAD, TokenMasks, forbid, num_words, row_of
 
 VOCAB_SIZE = 70
 
@@ -55,7 +55,7 @@ def test_rows_have_the_bits_of_tokens():
 
 def test_a_chain_is_followed_and_taken_back():
     mask = AfterEven(2)
-    masks = TokenMasks([mask])
+    masks = TokenMasks([mask], VOCAB_SIZE)
     rows = rows_for(4)
     masks.fill_rows([], [3, 4, 5], [-1, 0, 1], rows)
     assert [allowed(row) for row in rows] == [ODD, EVEN, ODD, EVEN]
@@ -68,7 +68,7 @@ def test_a_chain_is_followed_and_taken_back():
 
 def test_rows_behind_a_forbidden_draft_token_stay_free():
     rows = rows_for(4)
-    TokenMasks([AfterEven(2)]).fill_rows([], [3, 5, 6], [-1, 0, 1], rows)
+    TokenMasks([AfterEven(2)], VOCAB_SIZE).fill_rows([], [3, 5, 6], [-1, 0, 1], rows)
     assert [allowed(row) for row in rows] == [ODD, EVEN, ODD | EVEN, ODD | EVEN]
 
 
@@ -84,7 +84,7 @@ def test_rows_behind_a_forbidden_draft_token_stay_free():
 def test_a_tree_is_walked_path_by_path(drafted, parents):
     rows = rows_for(len(drafted) + 1)
     mask = AfterEven(2)
-    TokenMasks([mask]).fill_rows([], drafted, parents, rows)
+    TokenMasks([mask], VOCAB_SIZE).fill_rows([], drafted, parents, rows)
     assert mask.path == [2]
     for node in range(len(drafted) + 1):
         path, at = [], node
@@ -92,26 +92,26 @@ def test_a_tree_is_walked_path_by_path(drafted, parents):
             path.insert(0, drafted[at - 1])
             at = parents[at - 1] + 1
         chain = rows_for(len(path) + 1)
-        TokenMasks([AfterEven(2)]).fill_rows([], path, range(-1, len(path) - 1), chain)
+        TokenMasks([AfterEven(2)], VOCAB_SIZE).fill_rows([], path, range(-1, len(path) - 1), chain)
         assert allowed(rows[node]) == allowed(chain[-1])
 
 
 def test_masks_that_refuse_take_the_others_back():
     counted = LeastTokens(2, [1], VOCAB_SIZE)
     rows = rows_for(3)
-    TokenMasks([counted, AfterEven(2)]).fill_rows([], [4, 3], [-1, -1], rows)
+    TokenMasks([counted, AfterEven(2)], VOCAB_SIZE).fill_rows([], [4, 3], [-1, -1], rows)
     assert [allowed(row) for row in rows] == [ODD - {1}, ODD | EVEN, EVEN]
 
 
 def test_an_emitted_token_that_a_mask_forbids_is_an_error():
     with pytest.raises(ValueError, match="forbids token 4"):
-        TokenMasks([AfterEven(2)]).fill_rows([4], [], [], rows_for(1))
+        TokenMasks([AfterEven(2)], VOCAB_SIZE).fill_rows([4], [], [], rows_for(1))
 
 
 def test_least_tokens_and_fixed_masks():
     rows = rows_for(4)
     masks = [LeastTokens(3, [5, 60], VOCAB_SIZE), FixedMask(row_of([5, 6, 60], VOCAB_SIZE))]
-    together = TokenMasks(masks)
+    together = TokenMasks(masks, VOCAB_SIZE)
     assert not together.reads_tokens
     together.fill_rows([6], [-1, -1, -1], [-1, 0, 1], rows)
     assert [allowed(row) for row in rows] == [{6}, {6}, {5, 6, 60}, {5, 6, 60}]
@@ -121,10 +121,34 @@ def test_forbidden_words():
     words = [(4, 5), (4, 6), (3, 4, 7), (9, 9, 9)]
     mask = ForbiddenWords(words, [1, 3], VOCAB_SIZE)
     rows = rows_for(6)
-    TokenMasks([mask]).fill_rows([], [4, 9, 9, 9, 4], [-1, 0, 1, -1, 3], rows)
+    TokenMasks([mask], VOCAB_SIZE).fill_rows([], [4, 9, 9, 9, 4], [-1, 0, 1, -1, 3], rows)
     forbidden = [set(range(VOCAB_SIZE)) - allowed(row) for row in rows]
     assert forbidden == [set(), {5, 6, 7}, set(), {9}, set(), {5, 6}]
     short = ForbiddenWords([(1, 2, 3, 4)], [3], VOCAB_SIZE)
     row = rows_for(1)
-    TokenMasks([short]).fill_rows([], [], [], row)
+    TokenMasks([short], VOCAB_SIZE).fill_rows([], [], [], row)
     assert allowed(row[0]) == set(range(VOCAB_SIZE))
+
+
+def test_a_row_for_a_drafter():
+    mask = AfterEven(2)
+    masks = TokenMasks([mask], VOCAB_SIZE)
+    assert allowed(masks.row_behind([3], [])) == EVEN
+    assert allowed(masks.row_behind([3], [4, 5])) == EVEN
+    assert allowed(masks.row_behind([3], [4, 6])) == EVEN | ODD  # never reached
+    assert allowed(masks.row_behind([3], [UNREAD])) == EVEN | ODD
+    assert mask.path == [2, 3]
+    counted = TokenMasks([LeastTokens(2, [1], VOCAB_SIZE)], VOCAB_SIZE)
+    assert [1 in allowed(counted.row_behind([], [UNREAD] * n)) for n in range(4)] == [False, False, True, True]
+
+
+class Broken(AfterEven):
+    def fill(self, row: np.ndarray) -> None:
+        raise KeyError("broken")
+
+
+def test_a_mask_that_raises_for_a_drafter_raises_in_the_next_verification():
+    masks = TokenMasks([Broken(2)], VOCAB_SIZE)
+    assert allowed(masks.row_behind([], [3])) == EVEN | ODD
+    with pytest.raises(KeyError, match="broken"):
+        masks.fill_rows([], [], [], rows_for(1))
