@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -31,6 +31,13 @@ OUT_OF_RANGE = [
     ("stop", ("",)), ("stop", ("a", 3)), ("stop", 5),
     ("stop_token_ids", (-1,)), ("stop_token_ids", (1.0,)), ("stop_token_ids", ("</s>",)),
     ("stop_token_ids", (True,)), ("stop_token_ids", 2), ("temperature", 10**400), ("repetition_penalty", 10**400),
+    ("presence_penalty", 2.1), ("presence_penalty", NAN), ("presence_penalty", "1"), ("frequency_penalty", -2.1),
+    ("frequency_penalty", True), ("frequency_penalty", None), ("logit_bias", {1: NAN}), ("logit_bias", {1: math.inf}),
+    ("logit_bias", {-1: 1.0}), ("logit_bias", [1]), ("logit_bias", {1: "2"}), ("allowed_token_ids", ()),
+    ("allowed_token_ids", (-1,)), ("allowed_token_ids", ("a",)), ("allowed_token_ids", 5), ("bad_words", ("",)),
+    ("bad_words", (" ",)), ("bad_words", ((),)), ("bad_words", ((1, -2),)), ("bad_words", (3,)), ("bad_words", 3),
+    ("min_tokens", -1), ("min_tokens", 129), ("min_tokens", 1.0), ("min_tokens", True), ("min_tokens", None),
+    ("logits_processors", ("x",)), ("logits_processors", 3),
     *((name, value) for name in ("ignore_eos", "logprobs") for value in ("false", 0, 1, None, NAN)),
 ]  # fmt: skip
 
@@ -42,6 +49,55 @@ def test_params_out_of_range(name, value):
     assert name in str(caught.value), "names the field"
     assert repr(value) in str(caught.value), "shows the value"
     assert "expected" in str(caught.value), "says what is accepted"
+
+
+def test_biases_words_and_ids_of_every_form():
+    function = max
+    params = sd.SamplingParams(
+        logit_bias={"5": 1, np.int64(7): np.float32(0.5)}, allowed_token_ids=np.array([3, 4]), bad_words="word",
+        logits_processors=function,
+    )  # fmt: skip
+    assert params.logit_bias == {5: 1, 7: 0.5}
+    assert (params.allowed_token_ids, params.bad_words, params.logits_processors) == ((3, 4), ("word",), (function,))
+    assert sd.SamplingParams(bad_words=[[1, 2], "x", range(3)]).bad_words == ((1, 2), "x", (0, 1, 2))
+    none = sd.SamplingParams(logit_bias=None, bad_words=None, logits_processors=None)
+    assert none == sd.SamplingParams()
+    assert hash(params) == hash(replace(params, logit_bias={}))
+
+
+@pytest.mark.parametrize("key", ["a", 1.5, None, True, "-1", "9" * 30], ids=repr)
+def test_keys_of_biases_are_token_ids(key):
+    with pytest.raises(InvalidParamsError, match="logit_bias has the key"):
+        sd.SamplingParams(logit_bias={key: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "one_more"),
+    [
+        ("logit_bias", dict.fromkeys(range(16_384), 1.0), dict.fromkeys(range(16_385), 1.0)),
+        ("bad_words", ["a"] * 4096, ["a"] * 4097),
+        ("bad_words", ["a" * 65_536], ["a" * 65_536, [1]]),
+    ],
+    ids=["biases", "words", "characters"],
+)
+def test_what_a_request_restricts_has_a_limit(name, most, one_more):
+    sd.SamplingParams(**{name: most})
+    with pytest.raises(InvalidParamsError, match=f"{name}=.*expected at most") as caught:
+        sd.SamplingParams(**{name: one_more})
+    assert len(str(caught.value)) < 1000
+
+
+def test_restrictions_of_a_generation_config():
+    given = GenerationConfig(
+        min_new_tokens=3, bad_words_ids=[[4], [5, 6]], suppress_tokens=[7], sequence_bias={(8,): 1.5}, max_new_tokens=9
+    )
+    assert sd.SamplingParams.from_generation_config(given) == sd.SamplingParams(
+        max_new_tokens=9, min_tokens=3, bad_words=[[4], [5, 6], [7]], logit_bias={8: 1.5}
+    )
+    given = GenerationConfig(sequence_bias={(8, 9): 1.5}, no_repeat_ngram_size=2)
+    params = sd.SamplingParams.from_generation_config(given)
+    names = [type(processor).__name__ for processor in params.logits_processors]
+    assert names == ["SequenceBiasLogitsProcessor", "NoRepeatNGramLogitsProcessor"]
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
