@@ -11,8 +11,10 @@ import numpy as np
 
 from specdec_fast.errors import InvalidPromptError, MissingTokenizerError, UnknownTokenError
 from specdec_fast.request.prompts import encode_words
-from specdec_fast.request.token_masks import TokenMask, row_of
+from specdec_fast.request.token_masks import TokenMask, forbid, row_of
 from specdec_fast.sampling_params import SamplingParams
+
+_MANY = 32  # last tokens of words with one beginning, from which on a row of bits is faster
 
 
 def masks_of(
@@ -123,13 +125,15 @@ class ForbiddenWords(TokenMask):
     reads_tokens = True
 
     def __init__(self, words: Iterable[Many[int]], prompt: Many[int], vocab_size: int) -> None:
-        # by the last token but one: the tokens before the last one, and the row of those that may follow them
+        # by the last token but one: the tokens before the last one, and those that may not follow them
         endings: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for word in words:
             endings[tuple(word[:-1])].add(word[-1])
-        self._endings: dict[int, list[tuple[list[int], np.ndarray]]] = defaultdict(list)
+        self._endings: dict[int, list[tuple[list[int], set[int] | np.ndarray]]] = defaultdict(list)
         for before, last in endings.items():
-            self._endings[before[-1]].append((list(before), ~row_of(last, vocab_size)))
+            # a row has the size of the vocabulary, so only few beginnings may have one
+            others = ~row_of(last, vocab_size) if len(last) > _MANY else last
+            self._endings[before[-1]].append((list(before), others))
         longest = max(map(len, endings))
         self._tokens = list(prompt[-longest:])
 
@@ -144,5 +148,10 @@ class ForbiddenWords(TokenMask):
         if not self._tokens:
             return
         for before, others in self._endings.get(self._tokens[-1], ()):
-            if self._tokens[-len(before) :] == before:
+            if self._tokens[-len(before) :] != before:
+                continue
+            if isinstance(others, np.ndarray):
                 row &= others
+            else:
+                for token in others:
+                    forbid(row, token)

@@ -124,6 +124,10 @@ def test_forbidden_words():
     TokenMasks([mask], VOCAB_SIZE).fill_rows([], [4, 9, 9, 9, 4], [-1, 0, 1, -1, 3], rows)
     forbidden = [set(range(VOCAB_SIZE)) - allowed(row) for row in rows]
     assert forbidden == [set(), {5, 6, 7}, set(), {9}, set(), {5, 6}]
+    many = ForbiddenWords([(4, last) for last in range(50)], [4], VOCAB_SIZE)
+    row = rows_for(1)
+    TokenMasks([many], VOCAB_SIZE).fill_rows([], [], [], row)
+    assert allowed(row[0]) == set(range(50, VOCAB_SIZE))
     short = ForbiddenWords([(1, 2, 3, 4)], [3], VOCAB_SIZE)
     row = rows_for(1)
     TokenMasks([short], VOCAB_SIZE).fill_rows([], [], [], row)
