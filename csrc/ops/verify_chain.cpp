@@ -1,7 +1,9 @@
 #include "ops/verify_chain.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -59,6 +61,65 @@ inline __attribute__((always_inline)) std::int64_t argmax(const typename Format:
   return i;
 }
 
+// For each byte, eight words of which all bits or none are set, as the byte's bits are.
+template <typename Int>
+constexpr std::array<std::array<Int, 8>, 256> selections() {
+  std::array<std::array<Int, 8>, 256> found{};
+  for (std::size_t byte = 0; byte < 256; ++byte) {
+    for (std::size_t bit = 0; bit < 8; ++bit) found[byte][bit] = (byte >> bit & 1) != 0 ? Int{-1} : Int{0};
+  }
+  return found;
+}
+
+template <typename Int>
+constexpr std::array<std::array<Int, 8>, 256> kSelections = selections<Int>();
+
+// As `argmax`, of the tokens whose bits are set. No token wins by a logit of -inf.
+template <typename Format>
+inline __attribute__((always_inline)) std::int64_t masked_argmax(const typename Format::Bits* row, std::int64_t size,
+                                                                 const std::int32_t* words) {
+  using Bits = typename Format::Bits;
+  constexpr Bits kNone = std::numeric_limits<Bits>::min();
+  Bits best = Format::key(static_cast<Bits>(kNone | Format::infinity));
+  Bits largest_magnitude = 0;
+  std::int64_t winner = kInvalidToken;
+  for (std::int64_t start = 0; start < size; start += 32) {
+    const auto word = static_cast<std::uint32_t>(words[start / 32]);
+    const std::int64_t count = std::min<std::int64_t>(32, size - start);
+    Bits keys[32], selected[32];
+    Bits magnitude = 0, block_best = kNone;
+    for (int byte = 0; byte < 4; ++byte) {
+      const auto& own = kSelections<Bits>[word >> (8 * byte) & 0xff];
+      std::copy(own.begin(), own.end(), selected + 8 * byte);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      magnitude = std::max(magnitude, Format::magnitude(row[start + i]));
+      keys[i] = static_cast<Bits>((Format::key(row[start + i]) & selected[i]) | (kNone & ~selected[i]));
+      block_best = std::max(block_best, keys[i]);
+    }
+    largest_magnitude = std::max(largest_magnitude, magnitude);
+    if (block_best <= best) continue;  // of equal maxima, the first one wins
+    best = block_best;
+    winner = start + (std::find(keys, keys + count, best) - keys);
+  }
+  return largest_magnitude > Format::infinity ? kInvalidToken : winner;
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t masked_argmax_float32(const std::int32_t* row, std::int64_t size, const std::int32_t* words) {
+  return masked_argmax<OrderedFloat32>(row, size, words);
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t masked_argmax_float16(const std::int16_t* row, std::int64_t size, const std::int32_t* words) {
+  return masked_argmax<OrderedFloat16>(row, size, words);
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t masked_argmax_bfloat16(const std::int16_t* row, std::int64_t size, const std::int32_t* words) {
+  return masked_argmax<OrderedBFloat16>(row, size, words);
+}
+
 SPECDEC_MULTIVERSION
 std::int64_t argmax_float32(const std::int32_t* row, std::int64_t size) {
   return argmax<OrderedFloat32>(row, size);
@@ -83,6 +144,19 @@ std::int64_t argmax_row(const VerifyChainArgs& args, std::int64_t row) {
       return argmax_float16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size);
     case DType::kBFloat16:
       return argmax_bfloat16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size);
+  }
+  return kInvalidToken;
+}
+
+std::int64_t masked_argmax_row(const VerifyChainArgs& args, std::int64_t row, const std::int32_t* words) {
+  const std::int64_t offset = row * args.row_stride;
+  switch (args.dtype) {
+    case DType::kFloat32:
+      return masked_argmax_float32(static_cast<const std::int32_t*>(args.logits) + offset, args.vocab_size, words);
+    case DType::kFloat16:
+      return masked_argmax_float16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size, words);
+    case DType::kBFloat16:
+      return masked_argmax_bfloat16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size, words);
   }
   return kInvalidToken;
 }
@@ -140,7 +214,9 @@ std::int64_t choose(const VerifyChainArgs& args, std::int64_t row, Scratch& scra
   const std::int32_t* after = std::upper_bound(args.cu_seqlens, args.cu_seqlens + args.batch_size + 1, row);
   const std::int64_t b = after - args.cu_seqlens - 1;
   Edits edits = edits_of(args, row, b);
-  if (s.temperatures[b] == 0.0 && !edits.any()) return argmax_row(args, row);
+  if (s.temperatures[b] == 0.0 && !edits.penalise() && edits.num_biases == 0) {
+    return edits.allowed == nullptr ? argmax_row(args, row) : masked_argmax_row(args, row, edits.allowed);
+  }
   const Path path = path_to(args, args.cu_seqlens[b], row, scratch.path);
   edits.seen = {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b],
                 s.num_prompt == nullptr ? 0 : s.num_prompt[b], path.token_ids, path.length};
