@@ -10,8 +10,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopKLogitsWarper
 
 import specdec_fast as sd
+from specdec_fast.batch import sampling_batch
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.request.token_masks import TokenMask
+from specdec_fast.runner import eager, mask_rows
 from support.grids import grid
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 from support.scripted import ByteTokenizer
@@ -222,6 +224,21 @@ def test_a_filter_of_transformers_as_a_processor(pair):
     theirs = sd.SamplingParams(logits_processors=[TopKLogitsWarper(3)], **given)
     first, second = sd.Engine(pair.target, "ngram").generate([[3, 4]] * 2, [own, theirs], progress=False)
     assert first.token_ids == second.token_ids
+
+
+def test_a_batch_without_restrictions_pays_nothing(pair, monkeypatch):
+    """No copies, no arrays, no passes over logits: the same calls as if there were no restrictions."""
+
+    def never(*args, **keywords):
+        raise AssertionError("called for a batch without restrictions")
+
+    monkeypatch.setattr(mask_rows, "num_words", never)
+    monkeypatch.setattr(eager, "processed_logits", never)
+    monkeypatch.setattr(sampling_batch, "_adjustment_columns", never)
+    for drafter in (pair.draft, "ngram"):
+        params = [FREE, sd.SamplingParams(max_new_tokens=12, temperature=0.7, repetition_penalty=1.2)]
+        outputs = sd.Engine(pair.target, drafter).generate(PROMPTS[:2], params, progress=False)
+        assert all(output.error is None for output in outputs)
 
 
 def test_a_request_without_restrictions_has_no_mask(pair):

@@ -16,7 +16,7 @@ from specdec_fast.request.restrictions import ForbiddenWords
 from specdec_fast.runner import verification
 from support import clover, eagle3, medusa, specblock
 from support.choice import KINDS, PROMPTS, params_of, texts_by_transformers
-from support.grids import each_value_once, grid
+from support.grids import grid
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 from support.scripted_trees import RandomTrees
 
@@ -132,9 +132,10 @@ LEARNED = {
 }
 
 
-@each_value_once
-@pytest.mark.parametrize("eager", [False, True], ids=["program", "pytorch"])
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    grid(product(LEARNED, [False, True]), keep=[("eagle3 trees", False), ("medusa", False)]),
+)
 def test_learned_drafters(pair, folders, name, eager):
     params = params_of(*ALL)
     kind = name.split()[0]
