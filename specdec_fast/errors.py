@@ -141,3 +141,19 @@ class StepError(RequestError, RuntimeError):
 
 class InvalidLogitsError(RequestError, ArithmeticError):
     """The target produced NaN logits for this request."""
+
+
+class NoAllowedTokenError(RequestError, ValueError):
+    """The request's own restrictions leave no token that may follow its tokens."""
+
+
+class TokenMaskError(RequestError, RuntimeError):
+    """What restricts the tokens of this request raised the exception in ``__cause__``."""
+
+
+class LogitsProcessorError(RequestError, RuntimeError):
+    """A logits processor of this request raised the exception in ``__cause__``, or returned no logits of numbers."""
+
+
+class UnknownTokenError(RequestError, ValueError):
+    """The request's parameters name a token id outside the target's vocabulary, or a word that has no tokens."""

@@ -33,6 +33,24 @@ def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
     )
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1, none")
     sampling.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="P", help="subtract it from logits of emitted tokens"
+    )
+    sampling.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="P", help="subtract it as often as a token was emitted"
+    )
+    sampling.add_argument(
+        "--logit-bias", default=None, metavar="JSON", help="numbers added to logits by token id, such as '{\"7\": -5}'"
+    )
+    sampling.add_argument(
+        "--allowed-token-ids", type=_token_ids, default=None, metavar="IDS", help="emit only these, such as 5,6,7"
+    )
+    sampling.add_argument(
+        "--bad-word", action="append", default=[], metavar="STRING", help="never emit this; repeatable"
+    )
+    sampling.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="do not end a text before it has so many tokens"
+    )
+    sampling.add_argument(
         "--seed",
         type=int,
         default=None,
@@ -76,10 +94,30 @@ def sampling_params(args: argparse.Namespace, number: int = 0, **fields: Any) ->
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=_logit_bias(args),
+        allowed_token_ids=args.allowed_token_ids,
+        bad_words=args.bad_word,
+        min_tokens=args.min_tokens,
         seed=args.seed,
         stop=args.stop,
         **fields,
     ).with_seed_offset(number)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80}: expected token ids, such as 5,6,7") from None
+
+
+def _logit_bias(args: argparse.Namespace) -> Any:
+    try:
+        return {} if args.logit_bias is None else json.loads(args.logit_bias)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--logit-bias {reprlib.repr(args.logit_bias)}: not JSON: {error}.") from None
 
 
 def add_generation_config_option(parser: argparse.ArgumentParser) -> None:

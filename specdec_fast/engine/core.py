@@ -363,7 +363,7 @@ class EngineCore:
             self._prepare_retry(error)
             return []
         with timer("commit"):
-            emitted = commit_emissions(step, outcome.emissions, scores, self._requests)
+            emitted = commit_emissions(step, outcome.emissions, rows, scores, self._requests)
             self.prefixes.keep(self._pools.pool(), batch)
             lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
             if lost:

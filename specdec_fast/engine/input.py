@@ -20,9 +20,11 @@ from specdec_fast.models.model_checks import why_fewer_positions
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import encode_prompt
+from specdec_fast.request.restrictions import masks_of
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings
 from specdec_fast.request.token_bounds import least_tokens
+from specdec_fast.request.token_masks import TokenMasks
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
 
@@ -72,12 +74,15 @@ class RequestBuilder:
             token_ids = self._encode(prompt, options, self._expect_possible)
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params)
+            masks = masks_of(params, token_ids, stop_ids, self._tokenizer, self._target.vocab_size)
         except RequestError as error:
             sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed, choice=choice)
             sequence.fail(error)
             return sequence
         sequence = Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, seed=seed, choice=choice)
         sequence.stop_strings = stop_strings
+        if masks:
+            sequence.masks = TokenMasks(masks, self._target.vocab_size)
         return sequence
 
     def encode(self, prompt: Any, options: PromptOptions = _DEFAULTS) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.engine.row_limit import RowLimit
-from specdec_fast.errors import DrafterError, InvalidLogitsError, RequestError, StepError
+from specdec_fast.errors import DrafterError, InvalidLogitsError, NoAllowedTokenError, RequestError, StepError
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import FinishReason, StageTimer, TokenScores
@@ -156,38 +156,50 @@ def propose(
 
 
 def commit_emissions(
-    step: Step, emissions: Many[list[int]], scores: Many[TokenScores | None], live: Container[int]
+    step: Step,
+    emissions: Many[list[int]],
+    rows: Many[Many[int]],
+    scores: Many[TokenScores | None],
+    live: Container[int],
 ) -> list[tuple[Sequence, list[int]]]:
     """Commit the emissions of a step; return the sequences with the tokens that each emitted.
 
-    Only requests whose ids are in ``live``: the others have been cancelled, and stay as they are.
+    Only requests whose ids are in ``live``: the others have been cancelled, and stay as they are. ``rows`` are those of
+    the forward at which each sequence's tokens were chosen.
     """
     drafted = zip(step.draft.num_draft_tokens, step.depths, strict=True)
-    return [
-        (sequence, commit_emission(sequence, *counts, emission, own))
-        for sequence, counts, emission, own in zip(step.batch, drafted, emissions, scores, strict=True)
-        if sequence.request_id in live
-    ]
+    emitted = []
+    for sequence, counts, emission, own, values in zip(step.batch, drafted, emissions, rows, scores, strict=True):
+        if sequence.request_id in live:
+            emitted.append((sequence, commit_emission(sequence, *counts, emission, values)))
+            if emission[-1] == INVALID_TOKEN and sequence.finish_reason is None:
+                sequence.fail(_why_no_token(step.verification, own[-1], sequence))
+    return emitted
+
+
+def _why_no_token(verification: Verification, row: int, sequence: Sequence) -> RequestError:
+    """Return why nothing was chosen at a row of a verification: it cannot be, after the sequence's present tokens."""
+    if (failure := verification.failures.get(row)) is not None:
+        return failure
+    if bool(verification.logits[row].isnan().any()):
+        return nan_error(sequence.length, "no token can be chosen")
+    place = f"after {sequence.length - sequence.prompt_length} emitted tokens"
+    return NoAllowedTokenError(f"what the request allows leaves no token to choose {place}; relax its restrictions.")
 
 
 def commit_emission(
     sequence: Sequence, num_draft_tokens: int, depth: int, emission: list[int], scores: TokenScores | None
 ) -> list[int]:
-    """Commit the emission of one sequence; a row of NaN logits ends the request after the tokens before it.
+    """Commit the emission of one sequence, without an ``INVALID_TOKEN`` at its end.
 
     Returns the committed tokens. ``depth`` is that of the draft: of a chain, the number of its tokens.
     """
     num_accepted = len(emission) - 1
-    valid = emission[-1] != INVALID_TOKEN
-    emission = emission if valid else emission[:-1]
-    tokens = []
-    if emission:
-        logprobs, top_logprobs = (None, None) if scores is None else (scores.logprobs, scores.top_logprobs)
-        counts = (num_draft_tokens, num_accepted)
-        tokens = sequence.append_emission(*counts, emission, logprobs, depth, top_logprobs)
-    if not valid and sequence.finish_reason is None:
-        sequence.fail(nan_error(sequence.length, "no token can be chosen"))
-    return tokens
+    emission = emission if emission[-1] != INVALID_TOKEN else emission[:-1]
+    if not emission:
+        return []
+    logprobs, top_logprobs = (None, None) if scores is None else (scores.logprobs, scores.top_logprobs)
+    return sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth, top_logprobs)
 
 
 def nan_error(num_tokens: int, consequence: str) -> InvalidLogitsError:

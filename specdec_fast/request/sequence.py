@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from specdec_fast.errors import RequestError
 from specdec_fast.request.page_keys import PageKeys
 from specdec_fast.request.stopping import StopStrings, cut_emission
+from specdec_fast.request.token_masks import TokenMasks
 from specdec_fast.results import DecodingStats, FinishReason, TokenScores
 from specdec_fast.sampling_params import SamplingParams
 
@@ -27,6 +28,7 @@ class Sequence:
         is_admitted: whether the sequence is admitted to the drafter.
         passed_over: number of steps since the sequence last took part in one (the scheduler's counter).
         stop_strings: the search for the request's stop strings; None if it has none.
+        masks: which tokens it may choose; None: all, always.
         logprobs: one log-probability per emitted token; None if the request does not ask for them.
         seed: seed of its noise; None if it is greedy.
         request_id: the number that ``EngineCore.add`` gave it; 0 before.
@@ -53,6 +55,7 @@ class Sequence:
     error: RequestError | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
     stop_strings: StopStrings | None = None
+    masks: TokenMasks | None = None
     logprobs: list[float] | None = None
     seed: int | None = None
     request_id: int = 0
@@ -112,7 +115,12 @@ class Sequence:
     @property
     def samples(self) -> bool:
         """Whether its choice is other than the largest of the target's logits."""
-        return self.params.temperature > 0 or self.params.repetition_penalty != 1
+        return self.params.temperature > 0 or self.edits_logits
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether something other than temperature and filters changes its logits: a penalty, a bias, a mask."""
+        return self.params.edits_logits or self.masks is not None
 
     @property
     def num_remaining(self) -> int:

@@ -233,7 +233,7 @@ class RaggedModel:
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
         hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(sequences))
-        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states)
+        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states, self.vocab_size)
         return self._runner.verify(pool, plan)
 
     def why_no_trees(self) -> str | None:

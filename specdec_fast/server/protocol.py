@@ -32,6 +32,7 @@ class _FirstError(FailFast):
 
 TokenIds = Annotated[list[int], _FirstError()]
 Strings = Annotated[list[str], _FirstError()]
+Words = Annotated[list[str | TokenIds], _FirstError()]
 Prompts = str | TokenIds | Strings | Annotated[list[TokenIds], _FirstError()]
 
 
@@ -49,7 +50,8 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, except ``num_draft_tokens``.
+    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, but for ``num_draft_tokens`` and
+    OpenAI's ``presence_penalty``, ``frequency_penalty`` and ``logit_bias``.
 
     A higher ``priority`` is served first, unlike vLLM's.
     """
@@ -68,6 +70,12 @@ class RequestBody(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | Annotated[list[Any], Field(max_length=0)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Words | None = None
+    min_tokens: int | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     add_special_tokens: bool | None = None
@@ -143,6 +151,12 @@ class RequestBody(BaseModel):
             "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 keeps all tokens, as in vLLM
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias or None,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words,
+            "min_tokens": self.min_tokens,
             "seed": self.seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,14 @@ def sampled_args(vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     numbers = {"temperatures": one, "top_p": one, "min_p": one, "repetition_penalties": one, "top_k": zero.int()}
     sampling = Sampling(**numbers, seeds=zero, positions=zero, seen_ids=zero, cu_seen=offsets)
     return {**verify_args(vocab_size, dtype), "sampling": sampling}
+
+
+def edited_args(case: str, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    args = make("verify_chain", case, dtype)
+    logits = torch.empty(len(args["logits"]), vocab_size, dtype=dtype)
+    allowed = torch.empty(len(logits), -(-vocab_size // 32), dtype=torch.int32)
+    sampling = replace(args["sampling"], allowed=None if args["sampling"].allowed is None else allowed)
+    return {**args, "logits": logits, "sampling": sampling}
 
 
 def compact_args(page_size: int, heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -114,7 +123,8 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
         lambda dtype, v=v, args=args: args(v, dtype)
         for args in (verify_args, sampled_args)
         for v in (32_000, 151_936, 262_144)
-    ],
+    ]
+    + [lambda dtype, case=case: edited_args(case, 151_936, dtype) for case in ("masked", "adjusted", "edited_trees")],
     "linear": [
         lambda dtype, i=i, o=o, bias=bias: linear_args(i, o, bias, dtype)
         for i, o, bias in (

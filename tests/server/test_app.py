@@ -41,8 +41,12 @@ def streamed(exchange):
         ({"temperature": 0.9, "seed": 3, "top_p": 0.9, "top_k": 50}, {"temperature": 0.9, "top_p": 0.9, "top_k": 50}),
         ({"temperature": 0, "stop": [" the", "."], "max_tokens": 40}, {"stop": (" the", "."), "max_new_tokens": 40}),
         ({"temperature": 0, "logprobs": 0, "ignore_eos": True}, {"logprobs": True, "ignore_eos": True}),
+        (
+            {"temperature": 0, "presence_penalty": 1, "logit_bias": {"41": 3}, "bad_words": ["the"], "min_tokens": 9},
+            {"presence_penalty": 1, "logit_bias": {41: 3}, "bad_words": ["the"], "min_tokens": 9},
+        ),
     ],
-    ids=["greedy", "short", "sampled", "stop", "logprobs"],
+    ids=["greedy", "short", "sampled", "stop", "logprobs", "restricted"],
 )
 def test_completions_have_the_tokens_of_the_engine(app, engine, fields, params, stream):
     body = {"model": MODEL, "prompt": PROMPTS[:2], "return_token_ids": True, **fields, "n": 2}
