@@ -17,7 +17,6 @@ from support.models import VOCAB_SIZE
 from support.recording_drafter import Recording
 from support.scripted import scripted_model
 
-
 SCORING = sd.SamplingParams(max_new_tokens=0, prompt_logprobs=2)
 
 
