@@ -1,0 +1,68 @@
+"""One request's place in its grammar: :class:`GrammarMask`."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from specdec_fast.errors import GrammarError
+
+_WORD_BITS = 32
+_MOST_SECONDS = 2.0  # that one mask may take, because all requests of a step wait for it
+
+
+class GrammarMask:
+    """Which tokens may be next, as a state that follows the tokens of one request; a ``TokenMask`` of the engine.
+
+    Args:
+        grammar: xgrammar's compiled grammar.
+        end_ids: ids that end the request; they are allowed where the text is complete, and nowhere else.
+        vocab_size: number of the target's ids.
+    """
+
+    reads_tokens = True
+
+    def __init__(self, grammar: Any, end_ids: list[int], vocab_size: int) -> None:
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=end_ids)
+        self._words = np.empty((1, -(-vocab_size // _WORD_BITS)), np.int32)
+
+    def advance(self, token: int) -> bool:
+        """Follow one more token; return False, without a change, if it may not be chosen here."""
+        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+
+    def rollback(self, count: int) -> None:
+        """Take the last ``count`` tokens back."""
+        self._matcher.rollback(count)
+
+    def fill(self, row: np.ndarray) -> None:
+        """Clear the bits of the tokens that may not be next, of ``row [ceil(vocab_size / 32)]`` int32.
+
+        After the token that ends the text every token may be next, because none will be.
+
+        Raises:
+            GrammarError: it took so long that other requests should not wait for another one.
+        """
+        if self._matcher.is_terminated():
+            return
+        started = perf_counter()
+        self._matcher.fill_next_token_bitmask(self._words, 0)
+        row &= self._words[0]
+        if (seconds := perf_counter() - started) > _MOST_SECONDS:
+            raise GrammarError(
+                f"structured_outputs: finding the tokens that may be next took {seconds:.1f} s, and all requests wait "
+                f"for that; expected at most {_MOST_SECONDS:g} s. Ask for a simpler grammar."
+            )
+
+    def allows_any(self) -> bool:
+        """Return whether any token may be next."""
+        row = np.full(self._words.shape[1], -1, np.int32)
+        self.fill(row)
+        return bool(row.any())
+
+    def forced_text(self) -> str:
+        """Return the text that certainly comes next; empty if several texts may."""
+        return "" if self._matcher.is_terminated() else str(self._matcher.find_jump_forward_string())
