@@ -259,7 +259,7 @@ class AsyncEngine:
         request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
         self._live.enter(request, request_id)
         try:
-            self._encoders.submit(self._start, request, unread, size=unread.size)
+            self._encoders.submit(self._start, request, unread, size=unread.size, compiles=unread.compiles)
         except EngineClosedError:  # another event loop has just closed the engine
             self._live.leave(request)
             raise

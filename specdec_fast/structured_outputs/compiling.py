@@ -11,7 +11,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from threading import BoundedSemaphore, Lock, Timer
 from typing import Any
@@ -23,11 +22,11 @@ from specdec_fast.structured_outputs.parameters import StructuredOutputs
 COMPILE_SECONDS = 30.0
 _START_SECONDS = 120.0  # that the process may take to import xgrammar
 _MOST_CACHED_BYTES = 256 << 20  # of compiled grammars; one that is larger is refused
-_MOST_PROCESSES = 2  # that compile at once
+MOST_PROCESSES = 2  # that compile at once
 _START = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
 )
-_JSON_KINDS = ("json", "json_object")
+_Key = tuple[str, str, bool, bool]  # kind, text, whether any whitespace may be, whether special tokens have no text
 # Keywords whose grammars in xgrammar let characters through that JSON escapes.
 _LOOSE_KEYWORDS = re.compile(r'"(pattern|format|minLength|maxLength|patternProperties|propertyNames)":')
 _MISSING = "structured_outputs: the package xgrammar is not installed ({}); pip install 'specdec-fast[grammar]'."
@@ -50,20 +49,22 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
         self._seconds = seconds
-        self._lock = Lock()  # guards the two below
-        self._compiled: OrderedDict[tuple[str, str, bool], Any] = OrderedDict()  # the latest used one last
+        self._lock = Lock()  # guards the three below
+        self._vocabularies: dict[bool, tuple[Any, str]] = {}  # and as JSON; True: without special tokens
+        self._compiled: OrderedDict[_Key, Any] = OrderedDict()  # the latest used one last
         self._num_bytes = 0
 
-    def has(self, asked: StructuredOutputs) -> bool:
-        """Return whether ``mask`` would compile nothing."""
-        return _key_of(asked) in self._compiled
+    def has(self, asked: StructuredOutputs, skips_special: bool = True) -> bool:
+        """Return whether ``masks`` would compile nothing."""
+        return _key_of(asked, skips_special) in self._compiled
 
-    def masks(self, asked: StructuredOutputs, stop_ids: Collection[int]) -> list[GrammarMask]:
+    def masks(self, asked: StructuredOutputs, stop_ids: Collection[int], skips_special: bool = True) -> list[GrammarMask]:
         """Return new matchers of a request; a token must be allowed by all of them.
 
         Args:
             asked: what the text must follow.
             stop_ids: ids that end the request; one of them is allowed where the text is complete.
+            skips_special: whether special tokens are no part of the text. Then they are not allowed.
 
         Raises:
             GrammarError: xgrammar is not installed, there is no tokenizer that it can read, no id ends the request, or
@@ -75,48 +76,30 @@ class Grammars:
                 "structured_outputs: no token ends the request, so its text could never be complete; leave out "
                 "ignore_eos, or give stop_token_ids."
             )
-        found = [self._grammar(asked)]
+        found = [self._grammar(asked, skips_special)]
         if asked.kind == "json" and _LOOSE_KEYWORDS.search(asked.text):
-            found.append(self._grammar(_ANY_JSON))
+            found.append(self._grammar(_ANY_JSON, skips_special))
         masks = [GrammarMask(grammar, ends, self._vocab_size) for grammar in found]
         if not masks[0].allows_any():
             raise GrammarError(f"structured_outputs: the {asked.kind} {asked.text!r:.80} allows no text.")
         return masks
 
-    @cached_property
-    def _info(self) -> Any:
-        """The vocabulary, as xgrammar reads it."""
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise GrammarError(_MISSING.format(error)) from None
-        if self._tokenizer is None:
-            raise GrammarError("structured_outputs: no tokenizer is known for this target; pass tokenizer=...")
-        try:
-            stops = self._eos_ids or None
-            return xgrammar.TokenizerInfo.from_huggingface(
-                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stops
-            )
-        except Exception as error:  # whatever a tokenizer of the caller's own raises
-            kind = type(self._tokenizer).__name__
-            raise GrammarError(
-                f"structured_outputs: xgrammar cannot read the vocabulary of the tokenizer, a {kind}: {error}"
-            ) from error
-
-    @cached_property
-    def _info_text(self) -> str:
-        return str(self._info.serialize_json())
-
-    def _grammar(self, asked: StructuredOutputs) -> Any:
-        key = _key_of(asked)
+    def _grammar(self, asked: StructuredOutputs, skips_special: bool) -> Any:
+        key = _key_of(asked, skips_special)
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
-        info = self._info
+            if skips_special not in self._vocabularies:
+                read = self._read_vocabulary(skips_special)
+                self._vocabularies[skips_special] = (read, str(read.serialize_json()))
+            vocabulary, as_json = self._vocabularies[skips_special]
         import xgrammar
 
-        compiled = xgrammar.CompiledGrammar.deserialize_json(self._answer(asked), info)
+        text, reason = _processes.answer(as_json, key[:3], self._seconds)
+        if text is None:
+            raise _refusal(asked, reason)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(text, vocabulary)
         size = compiled.memory_size_bytes
         if size > _MOST_CACHED_BYTES:
             raise _refusal(asked, f"it takes {size >> 20} MiB once compiled; make it smaller")
@@ -129,19 +112,41 @@ class Grammars:
                 self._num_bytes -= oldest.memory_size_bytes
         return compiled
 
-    def _answer(self, asked: StructuredOutputs) -> str:
-        text, reason = _processes.answer(self._info_text, _job_of(asked), self._seconds)
-        if text is None:
-            raise _refusal(asked, reason)
-        return text
+    def _read_vocabulary(self, skips_special: bool) -> Any:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise GrammarError(_MISSING.format(error)) from None
+        if self._tokenizer is None:
+            raise GrammarError("structured_outputs: no tokenizer is known for this target; pass tokenizer=...")
+        stops = self._eos_ids or None
+        try:
+            found = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stops
+            )
+        except Exception as error:  # whatever a tokenizer of the caller's own raises
+            kind = type(self._tokenizer).__name__
+            raise GrammarError(
+                f"structured_outputs: xgrammar cannot read the vocabulary of the tokenizer, a {kind}: {error}"
+            ) from error
+        if not skips_special:
+            return found
+        words = list(found.decoded_vocab)
+        for token in _special_ids(self._tokenizer):
+            if token < len(words):
+                words[token] = b""  # a token without text is allowed nowhere
+        return xgrammar.TokenizerInfo(
+            words, vocab_size=self._vocab_size, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
+        )
 
 
-def _key_of(asked: StructuredOutputs) -> tuple[str, str, bool]:
-    return asked.kind, asked.text, asked.disable_any_whitespace
+def _key_of(asked: StructuredOutputs, skips_special: bool) -> _Key:
+    return asked.kind, asked.text, not asked.disable_any_whitespace, skips_special
 
 
-def _job_of(asked: StructuredOutputs) -> tuple[str, str, bool]:
-    return asked.kind, asked.text, not asked.disable_any_whitespace
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token for token, word in added.items() if word.special)}
 
 
 def _refusal(asked: StructuredOutputs, reason: str) -> GrammarError:
@@ -206,7 +211,7 @@ class _Processes:
     """A few processes, started when they are needed and kept."""
 
     def __init__(self) -> None:
-        self._permits = BoundedSemaphore(_MOST_PROCESSES)
+        self._permits = BoundedSemaphore(MOST_PROCESSES)
         self._idle: list[_Process] = []
         self._lock = Lock()
         atexit.register(self._end)
