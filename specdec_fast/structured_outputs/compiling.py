@@ -79,10 +79,15 @@ class Grammars:
         found = [self._grammar(asked, skips_special)]
         if asked.kind == "json" and _LOOSE_KEYWORDS.search(asked.text):
             found.append(self._grammar(_ANY_JSON, skips_special))
-        masks = [GrammarMask(grammar, ends, self._vocab_size) for grammar in found]
+        masks = [GrammarMask(grammar, ends, self._vocab_size, self._encode) for grammar in found]
         if not masks[0].allows_any():
             raise GrammarError(f"structured_outputs: the {asked.kind} {asked.text!r:.80} allows no text.")
         return masks
+
+    def _encode(self, text: str) -> list[int]:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     def _grammar(self, asked: StructuredOutputs, skips_special: bool) -> Any:
         key = _key_of(asked, skips_special)

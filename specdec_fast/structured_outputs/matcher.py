@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -20,14 +21,18 @@ class GrammarMask:
         grammar: xgrammar's compiled grammar.
         end_ids: ids that end the request; they are allowed where the text is complete, and nowhere else.
         vocab_size: number of the target's ids.
+        encode: returns the token ids of a text.
     """
 
     reads_tokens = True
 
-    def __init__(self, grammar: Any, end_ids: list[int], vocab_size: int) -> None:
+    def __init__(
+        self, grammar: Any, end_ids: list[int], vocab_size: int, encode: Callable[[str], list[int]] | None = None
+    ) -> None:
         import xgrammar
 
         self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=end_ids)
+        self._encode = encode
         self._words = np.empty((1, -(-vocab_size // _WORD_BITS)), np.int32)
 
     def advance(self, token: int) -> bool:
@@ -57,12 +62,39 @@ class GrammarMask:
                 f"for that; expected at most {_MOST_SECONDS:g} s. Ask for a simpler grammar."
             )
 
+    def forced(self, most: int) -> list[int]:
+        """Return at most so many tokens of the text that must come next, as the tokenizer would write it.
+
+        The target may choose other tokens for the same text. At the end of the text, the only token that may end it
+        belongs to them.
+        """
+        tokens: list[int] = []
+        text = "" if self._encode is None or self._matcher.is_terminated() else self._matcher.find_jump_forward_string()
+        for token in self._encode(text)[:most] if self._encode is not None and text else ():
+            if not self.advance(token):
+                break
+            tokens.append(token)
+        if len(tokens) < most and self._matcher.is_completed() and (end := self._only_token()) is not None:
+            tokens.append(end)
+            self.advance(end)
+        if tokens:
+            self.rollback(len(tokens))
+        return tokens
+
     def allows_any(self) -> bool:
         """Return whether any token may be next."""
+        return bool(self._row().any())
+
+    def _only_token(self) -> int | None:
+        """Return the token that may be next, if there is exactly one."""
+        row = self._row()
+        places = np.flatnonzero(row)
+        if self._matcher.is_terminated() or len(places) != 1:
+            return None
+        word = int(row[places[0]]) & 0xFFFFFFFF
+        return int(places[0]) * _WORD_BITS + word.bit_length() - 1 if word & (word - 1) == 0 else None
+
+    def _row(self) -> np.ndarray:
         row = np.full(self._words.shape[1], -1, np.int32)
         self.fill(row)
-        return bool(row.any())
-
-    def forced_text(self) -> str:
-        """Return the text that certainly comes next; empty if several texts may."""
-        return "" if self._matcher.is_terminated() else str(self._matcher.find_jump_forward_string())
+        return row
