@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from specdec_fast.commands.request_options import (
     sampling_params,
 )
 from specdec_fast.commands.result_files import ResultFile, add_result_options, report_interrupt, reserved_output
+from specdec_fast.commands.structured_options import add_structured_options, structured_outputs
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.output import Progress
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_result_options(parser)
     add_chat_options(parser)
     add_sampling_options(parser, "line")
+    add_structured_options(parser)
     parser.add_argument("--logprobs", action="store_true", help="write the log-probability of every token")
     add_engine_options(parser)
 
@@ -39,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     lines = read_prompts(args.prompts)
     options = chat_options(args)
     config = engine_config(args, args.dtype)
-    common = sampling_params(args, logprobs=args.logprobs)  # refuses wrong values before the models are loaded
+    # wrong values are refused before the models are loaded
+    common = replace(sampling_params(args, logprobs=args.logprobs), structured_outputs=structured_outputs(args))
     with reserved_output(args, args.prompts):
         return _decode(args, lines, options, config, common)
 

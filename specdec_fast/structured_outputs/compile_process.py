@@ -13,6 +13,7 @@ from typing import Any
 
 _MOST_BYTES = 4 << 30  # of address space that a job may take
 _LONGEST_REASON = 2000
+_MOST_WHITESPACE = 20  # characters in a row in JSON: without a limit, models may write spaces until the end
 
 
 def compiled(compiler: Any, kind: str, text: str, any_whitespace: bool) -> Any:
@@ -20,9 +21,8 @@ def compiled(compiler: Any, kind: str, text: str, any_whitespace: bool) -> Any:
     import json
 
     if kind == "json":
-        return compiler.compile_json_schema(text, any_whitespace=any_whitespace)
-    if kind == "json_object":
-        return compiler.compile_json_schema('{"type": "object"}', any_whitespace=any_whitespace)
+        most = _MOST_WHITESPACE if any_whitespace else None
+        return compiler.compile_json_schema(text, any_whitespace=any_whitespace, max_whitespace_cnt=most)
     if kind == "regex":
         return compiler.compile_regex(text)
     if kind == "choice":

@@ -26,6 +26,7 @@ MOST_PROCESSES = 2  # that compile at once
 _START = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
 )
+_OBJECT = '{"type": "object"}'
 _Key = tuple[str, str, bool, bool]  # kind, text, whether any whitespace may be, whether special tokens have no text
 # Keywords whose grammars in xgrammar let characters through that JSON escapes.
 _LOOSE_KEYWORDS = re.compile(r'"(pattern|format|minLength|maxLength|patternProperties|propertyNames)":')
@@ -146,7 +147,8 @@ class Grammars:
 
 
 def _key_of(asked: StructuredOutputs, skips_special: bool) -> _Key:
-    return asked.kind, asked.text, not asked.disable_any_whitespace, skips_special
+    kind, text = ("json", _OBJECT) if asked.kind == "json_object" else (asked.kind, asked.text)
+    return kind, text, not asked.disable_any_whitespace, skips_special
 
 
 def _special_ids(tokenizer: Any) -> set[int]:

@@ -238,9 +238,11 @@ class _Schema:
             raise _wrong(f"{place}/required", f"it is {required!r:.80}; expected a list of names")
         if missing := [name for name in required if name not in properties]:
             raise _wrong(f"{place}/required", f"{missing[0]!r:.80} is not among the properties; name it there")
-        for name in ("additionalProperties", "propertyNames"):
-            if not isinstance(schema.get(name, True), bool):
-                self.check(schema[name], f"{place}/{name}")
+        if not isinstance(schema.get("additionalProperties", True), bool):
+            self.check(schema["additionalProperties"], f"{place}/additionalProperties")
+        if "propertyNames" in schema:
+            names = _mapping(schema, "propertyNames", place)
+            self.check({"type": "string", **names}, f"{place}/propertyNames")
 
 
 def _are_disjoint(first: dict[str, Any], second: dict[str, Any], whole: _Schema) -> bool:

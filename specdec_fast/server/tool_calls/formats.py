@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)  # models write line ends into strings
+_MOST_WHITESPACE = 1  # characters in a row in arguments; models learn calls without line ends
 _SPACE = re.compile(r"\s*")
 
 
@@ -42,11 +43,13 @@ class ToolFormat(ABC):
         marks: texts with which calls begin.
         begins_text: whether a call is one only if nothing but whitespace stands before it.
         has_special_tokens: whether some of the marks are special tokens, which the text must then keep.
+        reads_every_answer: whether answers without calls have parts that are not for the user, too.
     """
 
     marks: tuple[str, ...]
     begins_text: bool = False
     has_special_tokens: bool = False
+    reads_every_answer: bool = False
 
     @abstractmethod
     def take(self, text: str, is_last: bool) -> Taken | None:
@@ -184,9 +187,8 @@ class MistralArgumentsFormat(MistralFormat):
         found = None if head is None else _object_at(text, head.end())
         if head is None or found is None:
             return Taken([], len(text)) if is_last else None
-        _, stop = found
-        arguments = text[_after_space(text, head.end()) : stop]
-        return Taken([ToolCall(head[1], arguments)], stop)
+        value, stop = found
+        return Taken([ToolCall(head[1], json.dumps(value, ensure_ascii=False))], stop)
 
     def calls(self, tools: list[Tool], most: int | None) -> dict[str, Any]:
         return _list_of([self._tag(tool) for tool in tools], "", most)
@@ -207,6 +209,7 @@ class HarmonyFormat(ToolFormat):
 
     marks = ("<|channel|>", "<|start|>")
     has_special_tokens = True
+    reads_every_answer = True
     head = re.compile(r"(?:<\|start\|>assistant)?(?: to=([^\s<]+))?\s*<\|channel\|>(\w+)(?: to=([^\s<]+))?[^<]*"
                       r"(?:<\|constrain\|>\w+)?\s*<\|message\|>")  # fmt: skip
     ends = ("<|end|>", "<|call|>", "<|return|>")
@@ -299,7 +302,7 @@ def _after_space(text: str, place: int) -> int:
 
 
 def _tag(begin: str, tool: Tool, end: str) -> dict[str, Any]:
-    content = {"type": "json_schema", "json_schema": tool.parameters}
+    content = {"type": "json_schema", "json_schema": tool.parameters, "max_whitespace_cnt": _MOST_WHITESPACE}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
