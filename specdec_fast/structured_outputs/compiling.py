@@ -20,7 +20,7 @@ from specdec_fast.structured_outputs.matcher import GrammarMask
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
 
 COMPILE_SECONDS = 30.0
-_START_SECONDS = 120.0  # that the process may take to import xgrammar
+_START_SECONDS = 300.0  # that the process may take to import xgrammar
 _MOST_CACHED_BYTES = 256 << 20  # of compiled grammars; one that is larger is refused
 MOST_PROCESSES = 2  # that compile at once
 _START = (

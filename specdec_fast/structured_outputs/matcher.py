@@ -69,7 +69,7 @@ class GrammarMask:
         belongs to them.
         """
         tokens: list[int] = []
-        text = "" if self._encode is None or self._matcher.is_terminated() else self._matcher.find_jump_forward_string()
+        text = self._forced_text()
         for token in self._encode(text)[:most] if self._encode is not None and text else ():
             if not self.advance(token):
                 break
@@ -84,6 +84,14 @@ class GrammarMask:
     def allows_any(self) -> bool:
         """Return whether any token may be next."""
         return bool(self._row().any())
+
+    def _forced_text(self) -> str:
+        if self._matcher.is_terminated():
+            return ""
+        try:
+            return str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError:  # the last token was a part of a character
+            return ""
 
     def _only_token(self) -> int | None:
         """Return the token that may be next, if there is exactly one."""

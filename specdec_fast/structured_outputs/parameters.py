@@ -49,21 +49,19 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise _error(f"given: {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(_KINDS)}.")
         if not isinstance(self.disable_any_whitespace, bool):
             raise _error(f"disable_any_whitespace={self.disable_any_whitespace!r:.80}; expected True or False.")
         read = {"json": _schema, "choice": _choices, "json_object": _true, "structural_tag": _object}
         kind = given[0]
-        object.__setattr__(self, "json_object", None)  # False is as good as None
-        object.__setattr__(self, kind, read.get(kind, _text)(kind, self._given(kind)))
+        object.__setattr__(self, kind, read.get(kind, _text)(kind, getattr(self, kind)))
         size = len(self.text)
         if size > MOST_CHARACTERS:
             raise _error(f"{kind} has {size} characters; expected at most {MOST_CHARACTERS}.")
-
-    def _given(self, kind: str) -> Any:
-        return True if kind == "json_object" else getattr(self, kind)
 
     @property
     def kind(self) -> str:
@@ -104,6 +102,8 @@ def _text(name: str, value: Any) -> str:
 
 
 def _true(name: str, value: Any) -> bool:
+    if value is not True:
+        raise _error(f"json_object is {value!r:.80}; expected True.")
     return True
 
 
