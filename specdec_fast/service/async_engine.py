@@ -194,7 +194,9 @@ class AsyncEngine:
             return
         unread = [(UnreadPrompt(self._builder, prompt, params, prompt_options), n) for prompt, params, n in requests]
         count = lambda: sum(n * positions_of(prompt.read()) for prompt, n in unread)  # noqa: E731
-        counted = asyncio.wrap_future(self._encoders.submit(count, size=sum(prompt.size for prompt, _ in unread)))
+        size = sum(prompt.size for prompt, _ in unread)
+        compiles = any(prompt.compiles for prompt, _ in unread)
+        counted = asyncio.wrap_future(self._encoders.submit(count, size=size, compiles=compiles))
         try:
             await asyncio.wait([counted], timeout=timeout)
             if not counted.done():

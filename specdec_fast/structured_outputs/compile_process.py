@@ -8,6 +8,7 @@ as JSON, or None if the process has got the one of ``key`` before. The answer is
 
 import os
 import pickle
+import signal
 import sys
 from typing import Any
 
@@ -46,6 +47,7 @@ def limit_memory() -> None:
 
 def main() -> None:
     """Answer jobs until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the other end
     jobs = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not come between answers

@@ -191,6 +191,9 @@ class _Process:
             limit = "the process that compiles ended" if timer.is_alive() else f"compiling takes more than {seconds:g} s"
             self.kill()
             return None, f"{limit}; make it smaller, with fewer or shorter repetitions"
+        except BaseException:  # an interrupt: the answer would be read as that of the next job
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """End the process, whatever it does."""
