@@ -1,8 +1,8 @@
 """What drafting forced tokens saves on JSON, and what masks cost.
 
-Records that follow a schema are decoded plainly, with prompt lookup and with the draft model, with forced tokens drafted
-and without. Every output must be that of plain decoding, and JSON. The cost of masks is the time of texts that follow a
-grammar of any text, relative to texts without one; both have the same tokens.
+Records that follow a schema are decoded plainly, with prompt lookup and with the draft model, with forced tokens
+drafted and without. Every output must be that of plain decoding, and JSON. The cost of masks is the time of texts that
+follow a grammar of any text, relative to texts without one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def forced_rows(target: Any, args: argparse.Namespace, prompts: list[str]) -> li
     for output in expected:
         if output.finish_reason == "stop":
             json.loads(output.text or "")
-    engines = {"none": plain, "ngram": Engine(target, "ngram", **options), "draft model": Engine(target, args.draft, **options)}
+    engines = {"none": plain, "ngram": Engine(target, "ngram", **options)}
+    engines["draft model"] = Engine(target, args.draft, **options)
     cases = [(name, forced) for name in engines for forced in ((False,) if name == "none" else (False, True))]
     seconds: dict[tuple[str, bool], list[float]] = {case: [] for case in cases}
     steps: dict[tuple[str, bool], float] = {}
@@ -102,7 +103,7 @@ def mask_cost(target: Any, args: argparse.Namespace, prompts: list[str]) -> floa
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, end in one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m bench.structured", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--target", default=str(demo_pair() / "target"), help="folder of a model (default: the bundled)")
+    parser.add_argument("--target", default=str(demo_pair() / "target"), help="folder of a model (default: bundled)")
     parser.add_argument("--draft", default=str(demo_pair() / "draft"), help="the same for its draft")
     parser.add_argument("--dtype", choices=list(report.DTYPES), default="float32", help="default: %(default)s")
     parser.add_argument("--num-prompts", type=int, default=16, metavar="N", help="default: %(default)s")

@@ -60,6 +60,8 @@ class Answer(ABC):
 
     def read_calls(self, reading: CallReading) -> None:
         """Read calls of functions in the texts, from now on, if the body asks for it."""
+        # only chats have tools
+        return None
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         """Return the body of an answer from the outputs of all choices; raise the error of the first that failed."""

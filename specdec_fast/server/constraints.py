@@ -80,7 +80,9 @@ def _function(index: int, tool: Any) -> dict[str, Any]:
         raise wrong("tools", f"{place} is {tool!r:.80}; expected {{'type': 'function', 'function': {{...}}}}")
     name = function.get("name")
     if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
-        raise wrong("tools", f"{place}.function.name is {name!r:.80}; expected 1 to 64 letters, digits, '_', '-' or '.'")
+        raise wrong(
+            "tools", f"{place}.function.name is {name!r:.80}; expected 1 to 64 letters, digits, '_', '-' or '.'"
+        )
     if not isinstance(function.get("parameters") or {}, dict):
         raise wrong("tools", f"{place}.function.parameters is no JSON schema; expected an object")
     return function
@@ -112,7 +114,11 @@ def constraint_of(
         if element is None:
             return asked
         is_tag = element["type"] != "json_schema"
-        return StructuredOutputs(structural_tag=_tag(element)) if is_tag else StructuredOutputs(json=element["json_schema"])
+        return (
+            StructuredOutputs(structural_tag=_tag(element))
+            if is_tag
+            else StructuredOutputs(json=element["json_schema"])
+        )
     if asked is not None:
         raise GrammarError("structured_outputs: calls of tools are constrained, too; send tool_choice='none'.")
     for index, tool in enumerate(choice.tools):
@@ -142,7 +148,9 @@ def _response_element(response_format: Mapping[str, Any] | None) -> dict[str, An
         given = response_format.get("json_schema")
         schema = given.get("schema") if isinstance(given, dict) else None
         if not isinstance(schema, dict):
-            raise GrammarError(f"response_format: json_schema is {given!r:.80}; expected {{'name': ..., 'schema': {{...}}}}.")
+            raise GrammarError(
+                f"response_format: json_schema is {given!r:.80}; expected {{'name': ..., 'schema': {{...}}}}."
+            )
         check_schema(schema)
         return _json_of(schema)
     if kind == "structural_tag" and isinstance(response_format.get("format"), dict):

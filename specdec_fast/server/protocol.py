@@ -161,8 +161,8 @@ class RequestBody(BaseModel):
         """
         if self.tool_use is not None and tool_format is None:
             raise InvalidParamsError(
-                f"tools={[tool.name for tool in self.tool_use.tools]!r:.80}: the chat template shows no known format of "
-                "calls; start the server with --tool-call-parser, or send tool_choice='none'."
+                f"tools={[tool.name for tool in self.tool_use.tools]!r:.80}: the chat template shows no known format "
+                "of calls; start the server with --tool-call-parser, or send tool_choice='none'."
             )
         changes: dict[str, Any] = {}
         asked = constraint_of(self.response_format, self.structured_outputs, self.tool_use, tool_format)

@@ -1,9 +1,9 @@
 """A process that compiles grammars. It imports nothing of this package, whose import would take longer than its work.
 
 ``compiling.py`` starts it, sends it pickled jobs and kills it when a job takes too long: no code in C++ can be
-interrupted otherwise. A job is ``(key, tokenizer, kind, text, any_whitespace)``: ``tokenizer`` is xgrammar's TokenizerInfo
-as JSON, or None if the process has got the one of ``key`` before. The answer is ``(compiled grammar as JSON, "")``, or
-``(None, what xgrammar says)``.
+interrupted otherwise. The first answer says that it is ready. A job is ``(key, vocabulary, kind, text, whitespace)``:
+``vocabulary`` is xgrammar's TokenizerInfo as JSON, or None if the process has got the one of ``key`` before. The answer
+is ``(compiled grammar as JSON, "")``, or ``(None, what xgrammar says)``.
 """
 
 import os
@@ -56,18 +56,18 @@ def main() -> None:
 
     if os.path.exists("/proc/self/statm"):
         limit_memory()
-    compilers: dict[str, Any] = {}
+    compilers: dict[int, Any] = {}
     answer: tuple[str | None, str] = (None, "ready")
     while True:
         pickle.dump(answer, answers)
         answers.flush()
         try:
-            key, tokenizer, *job = pickle.load(jobs)
+            key, vocabulary, *job = pickle.load(jobs)
         except EOFError:
             return
         try:
-            if tokenizer is not None:
-                info = xgrammar.TokenizerInfo.deserialize_json(tokenizer)
+            if vocabulary is not None:
+                info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
                 compilers[key] = xgrammar.GrammarCompiler(info, cache_enabled=False)
             answer = (compiled(compilers[key], *job).serialize_json(), "")
         except Exception as error:

@@ -59,7 +59,9 @@ class Grammars:
         """Return whether ``masks`` would compile nothing."""
         return _key_of(asked, skips_special) in self._compiled
 
-    def masks(self, asked: StructuredOutputs, stop_ids: Collection[int], skips_special: bool = True) -> list[GrammarMask]:
+    def masks(
+        self, asked: StructuredOutputs, stop_ids: Collection[int], skips_special: bool = True
+    ) -> list[GrammarMask]:
         """Return new matchers of a request; a token must be allowed by all of them.
 
         Args:
@@ -188,9 +190,9 @@ class _Process:
                 text, reason = self._read()
                 return text, _readable(reason)
         except (EOFError, OSError, pickle.UnpicklingError):
-            limit = "the process that compiles ended" if timer.is_alive() else f"compiling takes more than {seconds:g} s"
+            ended = "the process has ended" if timer.is_alive() else f"compiling takes more than {seconds:g} s"
             self.kill()
-            return None, f"{limit}; make it smaller, with fewer or shorter repetitions"
+            return None, f"{ended}; make it smaller, with fewer or shorter repetitions"
         except BaseException:  # an interrupt: the answer would be read as that of the next job
             self.kill()
             raise

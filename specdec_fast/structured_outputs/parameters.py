@@ -20,8 +20,8 @@ class StructuredOutputs:
     """What the text of a request must follow. Exactly one of the fields before ``disable_any_whitespace`` is given.
 
     The names are those of vLLM. Every token is chosen among those with which the text can still be completed, and EOS
-    only where the text is complete. So a text that ends with the reason ``"stop"`` follows what was asked for, unless a
-    stop string or an id of ``stop_token_ids`` ended it; one that ends with ``"length"`` is the beginning of such a text.
+    and ``stop_token_ids`` only where it is complete. So a text that ends with the reason ``"stop"`` follows what was
+    asked for, unless a stop string ended it; one that ends with ``"length"`` is the beginning of such a text.
 
     Attributes:
         json: a JSON schema: its text, a dictionary, or a pydantic model class. Properties come in the order of the

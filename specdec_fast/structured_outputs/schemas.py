@@ -1,7 +1,7 @@
 """Checks of JSON schemas: what ``xgrammar`` does not guarantee is refused, with its place in the schema.
 
-``xgrammar`` ignores keywords that it does not know, and some combinations of those that it knows. Its outputs would then
-not validate. A keyword that is no part of JSON Schema is an annotation, as the standard says, and stays.
+``xgrammar`` ignores keywords that it does not know, and some combinations of those that it knows. Its outputs would
+then not validate. A keyword that is no part of JSON Schema is an annotation, as the standard says, and stays.
 """
 
 from __future__ import annotations

@@ -104,7 +104,11 @@ def test_speculation_changes_no_text(target, draft, tokenizer, requests, expecte
     drafter, options = DRAFTERS[name](draft)
     engine = sd.Engine(target, drafter, tokenizer=tokenizer, max_batch_size=batch_size, **options)
     for output, other in zip(generate(engine, requests), expected, strict=True):
-        assert (output.token_ids, output.text, output.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert (output.token_ids, output.text, output.finish_reason) == (
+            other.token_ids,
+            other.text,
+            other.finish_reason,
+        )
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
@@ -224,7 +228,9 @@ def test_one_wrong_request_ends_alone(plain):
 
 def test_special_tokens_are_no_part_of_a_text(plain):
     """They have no text, so a text with one would not be what was asked for."""
-    (output,) = generate(plain, [asked(replace(GREEDY, max_new_tokens=8, logit_bias={0: 100.0, 2: 100.0}), regex=".{9,}")])
+    (output,) = generate(
+        plain, [asked(replace(GREEDY, max_new_tokens=8, logit_bias={0: 100.0, 2: 100.0}), regex=".{9,}")]
+    )
     assert not {0, 2} & set(output.token_ids)
     kept = asked(replace(GREEDY, skip_special_tokens=False, logit_bias={2: 100.0}), regex="(<pad>)+|a")
     (output,) = generate(plain, [kept])

@@ -16,7 +16,10 @@ pytest.importorskip("xgrammar")
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -171,7 +174,11 @@ def test_tools_that_may_be_called_change_nothing_else(app, tools_app):
         ({"tools": [{"function": {"name": "a b"}}]}, "tools", "tools.0.function.name"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "one name"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'any'"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "weather"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "weather",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ],
 )

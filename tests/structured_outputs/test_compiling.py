@@ -1,4 +1,4 @@
-"""Grammars are compiled once, in a process apart; what cannot be compiled in time is refused, and the next one is not."""
+"""Grammars are compiled once, in a process apart; what cannot be compiled in time is refused, others are not."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class CallReader:
 
 
 class HarmonyReader:
-    """As ``CallReader``, for gpt-oss: an answer is messages, of which some are content, some calls and some thoughts."""
+    """As ``CallReader``, for gpt-oss: an answer is messages: content, calls, and thoughts."""
 
     def __init__(self, format: HarmonyFormat, ends: Collection[str] = ()) -> None:
         self._format = format
