@@ -9,7 +9,6 @@ is ``(compiled grammar as JSON, "")``, or ``(None, what xgrammar says)``.
 import os
 import pickle
 import signal
-import sys
 from typing import Any
 
 _MOST_BYTES = 4 << 30  # of address space that a job may take
@@ -75,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

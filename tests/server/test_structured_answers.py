@@ -11,6 +11,7 @@ import pytest
 from specdec_fast.server.app import create_app
 from support.asgi import Exchange, served
 from support.chats import HELLO
+from support.slow_grammars import SLOW, noted_processes
 
 pytest.importorskip("xgrammar")
 
@@ -199,22 +200,23 @@ def test_a_wrong_schema_of_a_function_is_named(tools_app):
     assert "tools.1.function.parameters: #/required: 'a'" in exchange.json["error"]["message"]
 
 
-def test_a_grammar_that_takes_long_delays_no_other_request(app, engine, monkeypatch):
-    """It is compiled apart, and refused at the limit; a request that came later has its answer before."""
-    grammars = engine.engine._grammars
-    monkeypatch.setattr(grammars, "_seconds", 0.5)
-    slow = {**TEXT, "structured_outputs": {"json": {"enum": ["a" * size for size in range(1, 450)]}}}
+def test_a_grammar_that_takes_long_delays_no_other_request(app, monkeypatch):
+    """It is compiled apart; a request that comes later has its answer before. When the process ends, it is refused."""
+    begun = noted_processes(monkeypatch)
 
     async def both():
-        first = Exchange(app, "/v1/completions", slow)
-        second = Exchange(app, "/v1/completions", TEXT)
-        await second()
-        was_first = first.status is None
-        await first()
-        return was_first, first, second
+        slow = Exchange(app, "/v1/completions", {**TEXT, "structured_outputs": {"json": SLOW}})
+        process = await asyncio.to_thread(begun.get)
+        other = Exchange(app, "/v1/completions", TEXT)
+        await other()
+        was_waiting = slow.status is None
+        process.kill()
+        await slow()
+        return was_waiting, slow, other
 
-    was_first, first, second = asyncio.run(both())
-    assert was_first
-    assert second.status == 200
-    assert first.status == 400
-    assert "takes more than 0.5 s" in first.json["error"]["message"]
+    was_waiting, slow, other = asyncio.run(both())
+    assert was_waiting
+    assert other.status == 200
+    assert slow.status == 400
+    assert slow.json["error"]["param"] == "structured_outputs"
+    assert "the process has ended" in slow.json["error"]["message"]

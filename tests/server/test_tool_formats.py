@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specdec_fast.server.tool_calls.formats import FORMATS, format_of_template
+from specdec_fast.server.tool_calls.formats import FORMATS, Tool, format_of_template
 from specdec_fast.server.tool_calls.reading import reader_of
 
 WEATHER = ("weather", {"city": "Oslo", "note": 'a "b" }</tool_call'})
@@ -145,3 +145,50 @@ def test_a_stream_shows_content_as_soon_as_it_is_certain():
 def test_a_template_shows_the_format(template, name):
     found = format_of_template(template)
     assert type(found) is (type(None) if name is None else FORMATS[name])
+
+
+def matcher_of(element):
+    xgrammar = pytest.importorskip("xgrammar")
+    vocabulary = [bytes([code]) for code in range(256)] + [b"<end>"]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[256]), max_threads=1)
+    compiled = compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": element}))
+    return xgrammar.GrammarMatcher(compiled)
+
+
+def is_whole(element, text):
+    """Return whether a grammar takes a text as a whole."""
+    matcher = matcher_of(element)
+    return matcher.accept_string(text) and matcher.is_completed()
+
+
+TOOLS = [
+    Tool("weather", {"type": "object", "properties": {"city": {"type": "string"}, "note": {"type": "string"}},
+                     "required": ["city", "note"]}),
+    Tool("time", {"type": "object", "properties": {"zones": {"type": "array"}, "at": {"type": "null"}},
+                  "required": ["zones", "at"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_forced_is_what_the_model_writes(name):
+    """And what is read: a grammar of calls takes their texts, and no other."""
+    found = FORMATS[name]()
+    several, one = found.calls(TOOLS, None), found.calls(TOOLS, 1)
+    text = WRITERS[name](WEATHER).removesuffix("<|call|>")  # that token ends the request
+    assert is_whole(one, text)
+    assert is_whole(several, text)
+    assert not is_whole(one, "Hello")
+    assert not is_whole(one, WRITERS[name](("weather", {"city": "Oslo"})).removesuffix("<|call|>"))
+    if name != "openai":  # one message, one call
+        both = WRITERS[name](WEATHER, TIME)
+        assert is_whole(several, both)
+        assert not is_whole(one, both)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_in_free_text_follows_its_schema(name):
+    free = FORMATS[name]().free_text(TOOLS, None)
+    text = WRITERS[name](WEATHER).removesuffix("<|call|>")
+    assert is_whole(free, text)
+    assert is_whole(free, "<|channel|>final<|message|>Hello." if name == "openai" else "Hello.")
+    assert not matcher_of(free).accept_string(text.replace("city", "town"))
