@@ -98,7 +98,7 @@ def test_every_finished_output_validates(names, expected):
         if output.finish_reason == "stop":
             finished += 1
             jsonschema.validate(json.loads(output.text), SCHEMAS[name])
-    assert finished > 0.9 * len(names)
+    assert finished > 0.8 * len(names)
 
 
 @pytest.mark.parametrize(
