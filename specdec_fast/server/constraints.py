@@ -17,6 +17,8 @@ from specdec_fast.structured_outputs.schemas import check_schema
 
 _FUNCTION_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_WHITESPACE = 20  # characters in a row in JSON beside calls
+_CHOICES = (None, "auto", "required")
+_CALLS_NOTHING = (None, "none", "auto")  # if there are no tools
 _RESPONSE_TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 
 
@@ -49,7 +51,7 @@ def tool_choice_of(tools: Any, choice: Any, parallel: bool | None) -> ToolChoice
         PydanticCustomError: one of them is wrong.
     """
     if not tools:
-        if choice not in (None, "none", "auto"):
+        if isinstance(choice, dict) or choice not in _CALLS_NOTHING:
             raise wrong("tool_choice", f"it is {choice!r:.80}, but there are no tools; send tools")
         return None
     functions = [_function(index, tool) for index, tool in enumerate(tools)]
@@ -65,7 +67,7 @@ def tool_choice_of(tools: Any, choice: Any, parallel: bool | None) -> ToolChoice
         if choice.get("type") != "function" or name not in names:
             raise wrong("tool_choice", f"{choice!r:.80} names no function; expected one of {', '.join(names):.200}")
         functions = [each for each in functions if each["name"] == name]
-    elif choice not in (None, "auto", "required"):
+    elif choice not in _CHOICES:
         raise wrong("tool_choice", f"it is {choice!r:.80}; expected 'none', 'auto', 'required' or a function")
     is_required = is_named or choice == "required"
     is_strict = any(each.get("strict") is True for each in functions)
