@@ -98,7 +98,7 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
     engine = Engine(args.target, args.draft, config) if good else None
-    reading = _reading(args, engine)
+    reading = _reading(args, engine, options.get("chat_template"))
     defaults = default_params(args, engine) if engine else OPENAI_DEFAULTS
     num_failed = 0
     try:
@@ -116,10 +116,10 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     return 1 if num_failed else 0
 
 
-def _reading(args: argparse.Namespace, engine: Engine | None) -> CallReading:
+def _reading(args: argparse.Namespace, engine: Engine | None, chat_template: str | None) -> CallReading:
     if engine is None:
         return CallReading(args.tool_call_parser, None, ())
-    return CallReading(args.tool_call_parser, engine.tokenizer, engine.target.eos_token_ids)
+    return CallReading(args.tool_call_parser, engine.tokenizer, engine.target.eos_token_ids, chat_template)
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:

@@ -16,6 +16,7 @@ class CallReading:
         name: of a format, a key of ``FORMATS``; None: the one that the tokenizer's chat template shows.
         tokenizer: the target's; None if none is known.
         eos_ids: the target's EOS ids.
+        chat_template: in place of the tokenizer's; None: the tokenizer's.
 
     Attributes:
         format: of calls; None if it is not known.
@@ -25,9 +26,11 @@ class CallReading:
         ConfigError: there is no format of this name.
     """
 
-    def __init__(self, name: str | None, tokenizer: Any | None, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self, name: str | None, tokenizer: Any | None, eos_ids: Iterable[int], chat_template: str | None = None
+    ) -> None:
         expect_format(name)
-        template = getattr(tokenizer, "chat_template", None) or ""
+        template = chat_template or getattr(tokenizer, "chat_template", None) or ""
         self.format: ToolFormat | None = FORMATS[name]() if name else format_of_template(str(template))
         decode = getattr(tokenizer, "decode", None)
         self.ends = [str(decode([token])) for token in eos_ids] if callable(decode) and self.format is not None else []
