@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         EngineCopyError,
         EngineOverloadedError,
         ForkedProcessError,
+        GrammarError,
         InvalidLogitsError,
         InvalidParamsError,
         InvalidPromptError,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from specdec_fast.sampling_params import SamplingParams
     from specdec_fast.service import AsyncEngine, AsyncStream
     from specdec_fast.speculation_length import LengthPolicy, StepObservation
+    from specdec_fast.structured_outputs.parameters import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -97,6 +99,7 @@ __all__ = [
     "EngineOverloadedError",
     "ForkedProcessError",
     "GenerationOutput",
+    "GrammarError",
     "InvalidLogitsError",
     "InvalidParamsError",
     "InvalidPromptError",
@@ -126,6 +129,7 @@ __all__ = [
     "StepObservation",
     "StepResult",
     "StreamChunk",
+    "StructuredOutputs",
     "TokenMaskError",
     "TooManyDraftTokensError",
     "TrainingError",
@@ -157,6 +161,7 @@ _MODULES = {
     "AsyncStream": "service",
     "LengthPolicy": "speculation_length",
     "StepObservation": "speculation_length",
+    "StructuredOutputs": "structured_outputs.parameters",
 }
 
 

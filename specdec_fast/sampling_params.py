@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
+from specdec_fast.structured_outputs.parameters import StructuredOutputs
 
 CHAT_ANSWER_TOKENS = 1024  # of an answer in a chat whose request sets no limit
 # Limits of one request. They bound the time and the memory that its search for stop strings needs.
@@ -132,6 +133,11 @@ class SamplingParams:
             own logits over its whole vocabulary, before temperature, penalties and filters. True (or the integer 0, as
             in vLLM) returns only these; k >= 1 also returns the k most likely tokens at every emitted one, of equal
             logits the lowest ids.
+        skip_special_tokens: leave special tokens out of ``text``, as usual. False: they are part of it, and of what
+            ``stop`` searches.
+        structured_outputs: what the text must follow: a JSON schema, a regular expression, choices or a grammar, as a
+            StructuredOutputs or a mapping of its fields, such as ``{"json": schema}``. Needs the package ``xgrammar``
+            (the extra ``grammar``) and a tokenizer.
         num_draft_tokens: upper bound on the request's draft tokens per step, in addition to the engine's
             ``num_draft_tokens``; 0 decodes the request plainly; None: no further bound.
         prompt_logprobs: also return the log-probability of every prompt token after the first, and the k most likely
@@ -169,6 +175,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     priority: int = 0
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -188,6 +196,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         object.__setattr__(self, "logits_processors", _as_processors(self.logits_processors))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check_ranges()
         self._check_choice()
         self._check_sizes()
@@ -217,6 +227,7 @@ class SamplingParams:
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "True or False"),
             (
                 "logprobs",
                 isinstance(self.logprobs, bool) or _is_count(self.logprobs),

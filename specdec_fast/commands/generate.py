@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specdec_fast.commands.request_options import (
     sampling_params,
 )
 from specdec_fast.commands.result_files import add_result_options, reserved_output
+from specdec_fast.commands.structured_options import add_structured_options, structured_outputs
 from specdec_fast.results import GenerationOutput
 
 
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_chat_options(parser)
     add_sampling_options(parser, "line")
     add_output_options(parser)
+    add_structured_options(parser)
     add_engine_options(parser)
 
 
@@ -37,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     lines = read_prompts(args.prompts)
     options = chat_options(args)
     config = engine_config(args, args.dtype)
-    common = sampling_params(args, **output_params(args))  # refuses wrong values before the models are loaded
+    # wrong values are refused before the models are loaded
+    common = replace(sampling_params(args, **output_params(args)), structured_outputs=structured_outputs(args))
     with reserved_output(args, args.prompts):
         return write_results(args, lines, args.draft, config, common, options, _record)
 

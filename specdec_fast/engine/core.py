@@ -15,6 +15,13 @@ import torch
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.forced_drafts import (
+    completed,
+    forced_tokens,
+    have_grammars,
+    limits_of_drafter,
+    limits_with_forced,
+)
 from specdec_fast.engine.prefilling import Prefilling
 from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.residents import Pools, Residents
@@ -87,6 +94,7 @@ class EngineCore:
         ended: sequences that ended outside of a verification: those that are only scored, and those that failed alone.
             The next step returns them.
         prefixes: the prefix cache.
+        drafts_forced: whether tokens that a grammar forces are drafted before anything else, without the drafter.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -107,6 +115,7 @@ class EngineCore:
         self.stats = RunStats()
         self.is_called = False
         self.prefixes = PrefixCache(target, drafter, config)
+        self.drafts_forced = True
         self._pools = Pools(target, drafter, config, self.prefixes)
         self._row_limit = RowLimit()
         most_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
@@ -272,6 +281,8 @@ class EngineCore:
         self._in_step = self.scheduler.plan(ready)
         batch = self._in_step
         limits = draft_limits(self.length_policy, batch)
+        if self.drafts_forced:
+            limits = limits_with_forced(batch, limits, self.length_policy.max_draft_tokens)
         may_branch = self.length_policy.may_branch
         if self._row_limit.most is not None:
             batch, limits = self._row_limit.fit(batch, limits)
@@ -301,9 +312,14 @@ class EngineCore:
         timer = self.stats.timer
         started = perf_counter()
         self._row_limit.num_rows = len(batch) + sum(node_limits)
-        admit_new(self.drafter, batch, limits, timer, self._prefilling.is_tapped)
+        forced = forced_tokens(batch, limits) if self.drafts_forced and have_grammars(batch) else None
+        asked = limits if forced is None else limits_of_drafter(limits, forced)
+        admit_new(self.drafter, batch, asked, timer, self._prefilling.is_tapped)
         with timer("draft"):
-            draft, depths = propose(self.drafter, self.length_policy, batch, limits, node_limits)
+            nodes = [most if limit else 0 for limit, most in zip(asked, node_limits, strict=True)]
+            draft, depths = propose(self.drafter, self.length_policy, batch, asked, nodes)
+            if forced is not None:
+                draft, depths = completed(draft, batch, limits, forced)
         drafted = perf_counter()
         drafts = (draft.token_ids, draft.num_draft_tokens, draft.parents)
         with timer("verify"):

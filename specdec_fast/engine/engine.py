@@ -39,6 +39,7 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import scoring_params
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
+from specdec_fast.structured_outputs.compiling import Grammars
 
 _AHEAD = 2  # times the sequences that may be resident, for which `as_completed` has encoded prompts
 
@@ -102,6 +103,7 @@ class Engine:
                 make_deterministic(self.target)
             self.target.release_memory()
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
+        self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
         if draft is not None:
             expect_settings_read(drafter, self.config)
@@ -308,7 +310,7 @@ class Engine:
         A request may name the K that was configured: whether ``memory_bytes`` has lowered it, no caller can know.
         """
         most = self._asked_draft_tokens if self.core.length_policy.max_draft_tokens else 0
-        return RequestBuilder(self.target, self.tokenizer, most)
+        return RequestBuilder(self.target, self.tokenizer, most, self._grammars)
 
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:
         """Check the arguments and draw the seeds; return the sequences, whose prompts are encoded as they are read."""

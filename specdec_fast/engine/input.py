@@ -24,9 +24,11 @@ from specdec_fast.request.restrictions import masks_of
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings
 from specdec_fast.request.token_bounds import least_tokens
-from specdec_fast.request.token_masks import TokenMasks
+from specdec_fast.request.token_masks import TokenMask, TokenMasks
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
+from specdec_fast.structured_outputs.compiling import Grammars
+from specdec_fast.structured_outputs.parameters import StructuredOutputs
 
 _DEFAULTS = PromptOptions()
 
@@ -44,12 +46,20 @@ class RequestBuilder:
     """Checks prompts against one target and encodes them.
 
     ``most_draft_tokens`` is the largest K that a request may name; 0 if the engine decodes plainly, which takes any.
+    ``grammars`` keeps what was compiled for other builders of the same target; None: for this one only.
     """
 
-    def __init__(self, target: RaggedModel, tokenizer: Any | None, most_draft_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        target: RaggedModel,
+        tokenizer: Any | None,
+        most_draft_tokens: int = 0,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._target = target
         self._tokenizer = tokenizer
         self._most_draft_tokens = most_draft_tokens
+        self._grammars = grammars or Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
 
     def build(
         self,
@@ -75,6 +85,7 @@ class RequestBuilder:
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params)
             masks = masks_of(params, token_ids, stop_ids, self._tokenizer, self._target.vocab_size)
+            masks += self._grammar_masks(params, stop_ids)
         except RequestError as error:
             sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed, choice=choice)
             sequence.fail(error)
@@ -131,7 +142,18 @@ class RequestBuilder:
                 f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; "
                 "pass tokenizer=..., or use stop_token_ids."
             )
-        return StopStrings(Detokenizer(self._tokenizer), params.stop)
+        return StopStrings(Detokenizer(self._tokenizer, params.skip_special_tokens), params.stop)
+
+    def compiles(self, params: SamplingParams) -> bool:
+        """Return whether ``build`` would compile a grammar, which may take seconds."""
+        asked = params.structured_outputs
+        return isinstance(asked, StructuredOutputs) and not self._grammars.has(asked, params.skip_special_tokens)
+
+    def _grammar_masks(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[TokenMask]:
+        asked = params.structured_outputs
+        if not isinstance(asked, StructuredOutputs):
+            return []
+        return list(self._grammars.masks(asked, stop_ids, params.skip_special_tokens))
 
     def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
         limit = self._target.max_positions

@@ -25,7 +25,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     if sequence.stop_strings is not None:
         text: str | None = sequence.stop_strings.take(last=True)
     else:
-        text = _text(sequence, Detokenizer(tokenizer), emitted_ids, True) if tokenizer is not None else None
+        text = None if tokenizer is None else _text(sequence, _detokenizer(sequence, tokenizer), emitted_ids, True)
     return GenerationOutput(
         sequence.index,
         sequence.token_ids[: sequence.prompt_length],
@@ -77,7 +77,8 @@ class ChunkMaker:
 
     def __init__(self, sequence: Sequence, tokenizer: Any | None) -> None:
         self._sequence = sequence
-        self._detokenizer = None if tokenizer is None or sequence.stop_strings is not None else Detokenizer(tokenizer)
+        has_text = tokenizer is not None and sequence.stop_strings is None
+        self._detokenizer = _detokenizer(sequence, tokenizer) if has_text else None
         self._num_tokens = 0  # in chunks that have been made
         self._has_begun = False
 
@@ -108,6 +109,10 @@ def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs
     with closing(outputs):
         for output in outputs:
             yield makers[output.request].make(output)
+
+
+def _detokenizer(sequence: Sequence, tokenizer: Any) -> Detokenizer:
+    return Detokenizer(tokenizer, sequence.params.skip_special_tokens)
 
 
 def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int], is_last: bool) -> str:

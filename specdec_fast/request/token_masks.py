@@ -30,6 +30,10 @@ class TokenMask(Protocol):
 
     reads_tokens: bool
 
+    def forced(self, most: int) -> list[int]:
+        """Return at most so many tokens that come next almost certainly, for a draft; none if that is not known."""
+        return []
+
     def advance(self, token: int) -> bool:
         """Follow one more token; return False, without a change, if it may not be chosen here."""
 
@@ -79,6 +83,31 @@ class TokenMasks:
             self._error = error
             row[:] = ALL_ALLOWED
         return row
+
+    def completed(self, emitted: Many[int], drafted: Many[int], most: int) -> list[int]:
+        """Return a chain for a draft: the beginning of ``drafted`` that may be chosen, and what must follow it.
+
+        Args:
+            emitted: all tokens that the request has emitted.
+            drafted: a chain of draft tokens; none for what must follow the emitted tokens.
+            most: largest number of tokens of the chain that is returned.
+        """
+        if self._error is not None:
+            return list(drafted)
+        try:
+            self._follow(emitted)
+            chain: list[int] = []
+            while len(chain) < len(drafted) and self._advance(drafted[len(chain)]):
+                chain.append(drafted[len(chain)])
+            num_followed = len(chain)
+            for mask in self._masks:
+                if num_followed == len(chain) < most:
+                    chain += mask.forced(most - num_followed)
+            self._rollback(num_followed)
+        except Exception as error:  # the next verification reports it
+            self._error = error
+            return list(drafted)
+        return chain
 
     def fill_rows(self, emitted: Many[int], drafted: Many[int], parents: Many[int], rows: np.ndarray) -> None:
         """Write the rows of one sequence of a verification.

@@ -64,12 +64,13 @@ class EagerRunner:
         """
         trees = plan.trees
         device = plan.draft_tokens.device
-        sampling = plan.sampling()
+        plan.read_drafts()
         token_ids = _interleaved(plan, self._vocab_size)
         batch = lay_out(pool, plan.rows, token_ids, trees=trees)
         started = perf_counter()
         logits = self._forward(batch, pool, None, plan.hidden_states)
         computed = perf_counter()
+        sampling = plan.sampling()  # masks are made while a device computes the forward
         above = None if trees is None else to_device(trees.parents, device)
         chosen_from = logits
         failures = plan.failures

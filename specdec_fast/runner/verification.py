@@ -65,6 +65,11 @@ class StepPlan:
         parents = None if self.parents is None else self.parents.tolist()
         return mask_rows(self.sequences, drafted, self.num_draft_tokens, parents, self.vocab_size)
 
+    def read_drafts(self) -> None:
+        """Bring the draft tokens to the host now, if masks will read them: later that would wait for the forward."""
+        if read_by_masks(self.sequences):
+            self.drafted  # noqa: B018 - it is kept
+
     @cached_property
     def drafted(self) -> list[int]:
         """The draft tokens on the host, as ``verify_chain`` compares them."""

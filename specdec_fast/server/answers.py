@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from specdec_fast.results import GenerationOutput, StreamChunk
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
+from specdec_fast.server.tool_calls.choosing import CallReading
+from specdec_fast.server.tool_calls.formats import ToolCall, ToolFormat
+from specdec_fast.server.tool_calls.reading import reader_of
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _INCOMPLETE = "\ufffd"
@@ -68,6 +72,11 @@ class Answer(ABC):
         # Prompts, and the likely tokens at their places, repeat the same tokens.
         self._decoded_texts: dict[tuple[int, ...], str] = {}
         self._echoed_tokens: dict[int, bool] = {}
+
+    def read_calls(self, reading: CallReading) -> None:
+        """Read calls of functions in the texts, from now on, if the body asks for it."""
+        # only chats have tools
+        return None
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         """Return the body of an answer from the outputs of all choices; raise the error of the first that failed."""
@@ -303,6 +312,66 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl"
     has_prompt_per_choice = False  # as in vLLM; all choices of a chat have one prompt
     body: ChatBody
+    _format: ToolFormat | None = None
+    _ends: Collection[str] = ()
+
+    def read_calls(self, reading: CallReading) -> None:
+        if self.body.reads_calls(reading.format):
+            self._format = reading.format
+            self._ends = reading.ends
+            self._readers: dict[int, Any] = {}
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+        body = super().whole(outputs)
+        if self._format is None:
+            return body
+        for choice in body["choices"]:
+            reader = reader_of(self._format, self._ends)
+            content, calls = reader.add(choice["message"]["content"], is_last=True)
+            if calls := self._shown_calls(calls, 0):
+                choice["message"]["tool_calls"] = calls
+            choice["message"]["content"] = content if content or not calls else None
+            choice["finish_reason"] = _reason(choice["finish_reason"], bool(calls))
+        return body
+
+    def event(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> dict[str, Any] | None:
+        if self._format is None:
+            return super().event(index, chunk, prompt_ids)
+        reader = self._readers.setdefault(index, reader_of(self._format, self._ends))
+        num_before = reader.num_calls
+        content, found = reader.add(chunk.text or "", is_last=chunk.finish_reason is not None)
+        calls = self._shown_calls(found, num_before)
+        # A chunk with calls has something to show, although it may have no text.
+        shown = replace(chunk, text=content, finish_reason=chunk.finish_reason or ("stop" if calls else None))
+        event = super().event(index, shown, prompt_ids)
+        if event is not None:
+            choice = event["choices"][0]
+            choice["finish_reason"] = _reason(chunk.finish_reason, reader.num_calls > 0)
+            if calls:
+                numbered = [{"index": num_before + place, **call} for place, call in enumerate(calls)]
+                choice["delta"]["tool_calls"] = numbered
+        return event
+
+    def event_json(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> str | None:
+        if self._format is None:
+            return super().event_json(index, chunk, prompt_ids)
+        event = self.event(index, chunk, prompt_ids)
+        return None if event is None else json.dumps(event)
+
+    def _shown_calls(self, calls: list[ToolCall], num_before: int) -> list[dict[str, Any]]:
+        """Return calls as the API shows them, no more than the body allows."""
+        assert self._format is not None
+        use = self.body.tool_use
+        if use is not None and use.most is not None:
+            calls = calls[: max(0, use.most - num_before)]
+        return [
+            {
+                "id": self._format.call_id(uuid.uuid4().hex),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
 
     def _content(self, text: str, is_first: bool, is_event: bool) -> dict[str, Any]:
         if not is_event:
@@ -322,3 +391,7 @@ def _chat_logprob(text: str, logprob: float | None) -> dict[str, Any]:
     # The text of a part of a character does not say which bytes it has.
     code = None if _INCOMPLETE in text else list(text.encode(errors="replace"))
     return {"token": text, "logprob": logprob, "bytes": code}
+
+
+def _reason(finish_reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason

@@ -13,6 +13,7 @@ from specdec_fast.errors import (
     DetokenizationError,
     EngineClosedError,
     EngineOverloadedError,
+    GrammarError,
     InvalidLogitsError,
     InvalidParamsError,
     LogitsProcessorError,
@@ -80,6 +81,8 @@ def problem_of(error: Exception) -> Problem:
                 return Problem(status, _NO_CHAT_TEMPLATE, type_, "messages", code)
             is_named = isinstance(error, (InvalidParamsError, UnknownTokenError))
             name = re.match(r"(\w+)(=|: | has the key )", str(error)) if is_named else None
+            if isinstance(error, GrammarError):
+                name = re.match(r"(\w+)", str(error))  # the field of the API; a place in it may follow
             param = name and _NAMES.get(name[1], name[1])
             return Problem(status, str(error), type_, param, code)
     return Problem(500, "the server failed; see its log.", "server_error")

@@ -11,11 +11,14 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.types import FailFast
 from pydantic_core import PydanticCustomError
 
+from specdec_fast.errors import InvalidParamsError
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.server.constraints import ToolChoice, constraint_of, tool_choice_of
+from specdec_fast.server.tool_calls.formats import ToolFormat
 from specdec_fast.server.unsupported import UNSUPPORTED, first_unsupported
 
 _logger = logging.getLogger("specdec_fast.server")
@@ -83,6 +86,9 @@ class RequestBody(BaseModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_LOGPROBS)
     priority: int | None = None
     return_token_ids: bool | None = False
+    skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> RequestBody:
@@ -132,6 +138,48 @@ class RequestBody(BaseModel):
         n = self.n or 1
         return [(prompt, params.with_seed_offset(i)) for prompt in self.prompts for i in range(n)]
 
+    @property
+    def tool_use(self) -> ToolChoice | None:
+        """Which functions the answer may call; None: none."""
+        return None
+
+    @property
+    def constraining_field(self) -> str:
+        """The field that says what the answer must follow."""
+        if self.structured_outputs is None and self.response_format is not None:
+            return "response_format"
+        return "structured_outputs" if self.structured_outputs is not None or self.tool_use is None else "tools"
+
+    def constrained(
+        self, requests: list[tuple[Any, SamplingParams]], tool_format: ToolFormat | None
+    ) -> list[tuple[Any, SamplingParams]]:
+        """Return requests whose answers follow what the body asks for.
+
+        Args:
+            requests: of ``requests``.
+            tool_format: how the model writes calls; None if that is not known.
+
+        Raises:
+            GrammarError: what is asked for is wrong.
+            InvalidParamsError: functions may be called, and it is not known how the model does it.
+        """
+        if self.tool_use is not None and tool_format is None:
+            raise InvalidParamsError(
+                f"tools={[tool.name for tool in self.tool_use.tools]!r:.80}: the chat template shows no known format "
+                "of calls; start the server with --tool-call-parser, or send tool_choice='none'."
+            )
+        changes: dict[str, Any] = {}
+        asked = constraint_of(self.response_format, self.structured_outputs, self.tool_use, tool_format)
+        if asked is not None:
+            changes["structured_outputs"] = asked
+        if tool_format is not None and tool_format.has_special_tokens and self.reads_calls(tool_format):
+            changes["skip_special_tokens"] = False
+        return [(prompt, replace(params, **changes)) for prompt, params in requests] if changes else requests
+
+    def reads_calls(self, tool_format: ToolFormat | None) -> bool:
+        """Return whether the answer is read as text with calls in it."""
+        return False
+
     @abstractmethod
     def _check_own(self) -> None:
         """Raise the error of a field that only this kind of request has."""
@@ -163,6 +211,7 @@ class RequestBody(BaseModel):
             "ignore_eos": self.ignore_eos,
             "num_draft_tokens": self.num_draft_tokens,
             "priority": self.priority,
+            "skip_special_tokens": self.skip_special_tokens,
         }
         num_top = self.num_top_logprobs
         return replace(
@@ -220,6 +269,10 @@ class ChatBody(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    _tool_use: ToolChoice | None = PrivateAttr(None)
 
     @property
     def prompts(self) -> list[Any]:
@@ -231,10 +284,18 @@ class ChatBody(RequestBody):
 
     def prompt_options(self) -> dict[str, Any]:
         names = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names} | {"tools": self.tools if self.tool_use else None}
         return super().prompt_options() | {name: value for name, value in options.items() if value is not None}
 
+    @property
+    def tool_use(self) -> ToolChoice | None:
+        return self._tool_use
+
+    def reads_calls(self, tool_format: ToolFormat | None) -> bool:
+        return tool_format is not None and (self.tool_use is not None or tool_format.reads_every_answer)
+
     def _check_own(self) -> None:
+        self._tool_use = tool_choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.top_logprobs and not self.logprobs:
             raise _refuse("top_logprobs", "only for requests with logprobs=true")
         if self.echo:  # vLLM repeats the last message before an answer of the same role

@@ -71,26 +71,21 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "repeat_penalty": (1,),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_full_text": (False,),
     "return_hidden_states": (False,),
     "return_prompt_text": (False,),
     "return_tokens_as_token_ids": (False,),
     "samplers": (),
     "session_params": (),
-    "skip_special_tokens": (True,),
     "smoothing_factor": (0,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ("", []),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "t_max_predict_ms": (-1, 0),
     "tfs_z": (1,),
     "thinking": (),
     "thinking_token_budget": (-1,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_a": (0,),
     "top_n_sigma": (-1, 0),
     "truncate": (),
@@ -107,7 +102,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 # The fields that say whether the model may call these functions. With "none" the functions change nothing, because they
 # are not shown to the model.
-_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+_CHOICES = {"functions": "function_call"}
 
 _ADVICE = {
     "best_of": "use n, and choose among its texts",
@@ -115,7 +110,15 @@ _ADVICE = {
     "chat_template": "the server's option --chat-template sets the template of all requests",
     "do_sample": "use temperature; 0 decodes greedily",
     "enable_thinking": "put it into chat_template_kwargs",
-    "functions": 'leave them out, or send function_call="none"',
+    "ebnf": "use structured_outputs, with grammar",
+    "functions": 'use tools, or send function_call="none"',
+    "grammar": "use structured_outputs, with grammar",
+    "guided_choice": "use structured_outputs, with choice",
+    "guided_grammar": "use structured_outputs, with grammar",
+    "guided_json": "use structured_outputs, with json",
+    "guided_json_object": "use structured_outputs, with json_object",
+    "guided_regex": "use structured_outputs, with regex",
+    "json_schema": "use response_format or structured_outputs",
     "max_length": "use max_tokens",
     "max_new_tokens": "use max_tokens",
     "max_output_tokens": "use max_tokens",
@@ -123,9 +126,10 @@ _ADVICE = {
     "n_cmpl": "use n",
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
+    "regex": "use structured_outputs, with regex",
     "repeat_penalty": "use repetition_penalty",
+    "structural_tag": "use structured_outputs, with structural_tag",
     "thinking": "use chat_template_kwargs",
-    "tools": 'leave them out, or send tool_choice="none"',
 }
 
 

@@ -214,7 +214,9 @@ class AsyncEngine:
             return
         unread = [(UnreadPrompt(self._builder, prompt, params, prompt_options), n) for prompt, params, n in requests]
         count = lambda: sum(n * positions_of(prompt.read()) for prompt, n in unread)  # noqa: E731
-        counted = asyncio.wrap_future(self._encoders.submit(count, size=sum(prompt.size for prompt, _ in unread)))
+        size = sum(prompt.size for prompt, _ in unread)
+        compiles = any(prompt.compiles for prompt, _ in unread)
+        counted = asyncio.wrap_future(self._encoders.submit(count, size=size, compiles=compiles))
         try:
             await asyncio.wait([counted], timeout=timeout)
             if not counted.done():
@@ -279,7 +281,7 @@ class AsyncEngine:
         request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
         self._live.enter(request, request_id)
         try:
-            self._encoders.submit(self._start, request, unread, size=unread.size)
+            self._encoders.submit(self._start, request, unread, size=unread.size, compiles=unread.compiles)
         except EngineClosedError:  # another event loop has just closed the engine
             self._live.leave(request)
             raise

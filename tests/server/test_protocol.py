@@ -217,7 +217,8 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused():
             "less than or equal to 20",
         ),
         (ChatBody, {"messages": HELLO, "logprobs": 3}, "logprobs", "valid boolean"),
-        (ChatBody, {"messages": HELLO, "tools": [{}]}, "tools", "not supported"),
+        (ChatBody, {"messages": HELLO, "functions": [{}]}, "functions", "not supported"),
+        (ChatBody, {"messages": HELLO, "tools": [{}]}, "tools", "expected"),
         (ChatBody, {"messages": HELLO, "echo": True}, "echo", "not supported in a chat"),
     ],
 )
@@ -271,7 +272,8 @@ def test_fields_that_would_change_the_answer_are_not_ignored(name, value):
         ({"repeat_penalty": 1.1}, "use repetition_penalty"),
         ({"enable_thinking": False}, "put it into chat_template_kwargs"),
         ({"chat_template": "x"}, "--chat-template"),
-        ({"tools": [{}]}, 'send tool_choice="none"'),
+        ({"functions": [{}]}, 'use tools, or send function_call="none"'),
+        ({"guided_json": {}}, "use structured_outputs, with json"),
     ],
 )
 def test_a_refusal_names_the_field_that_is_served(fields, advice):
@@ -284,8 +286,8 @@ def test_functions_that_are_not_to_be_called_change_nothing():
     body = chat(tools=tools, tool_choice="none", functions=tools, function_call="none")
     assert body.requests(DEFAULTS) == chat().requests(DEFAULTS)
     assert body.prompt_options() == {}
-    for choice in ({}, {"tool_choice": "auto"}, {"function_call": "none"}):
-        assert refusal(ChatBody, {"messages": HELLO, "tools": tools, **choice}).param == "tools"
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}):
+        assert chat(tools=tools, **choice).prompt_options() == {"tools": tools}
 
 
 def test_continuous_usage_changes_nothing_without_usage():
