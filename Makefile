@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/pip install --no-compile --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-rest test-all test-oldest test-newest lint report docs sanitize bench soak exactness sweep \
+.PHONY: demo test test-rest test-all test-oldest test-newest test-clients lint report docs sanitize bench soak exactness sweep \
   gpu-check clean
 
 demo: $(VENV)/.installed
@@ -80,6 +80,14 @@ test-oldest:
 # The suite with the newest of everything but torch: what `pip install .` takes today. Python >= 3.11.
 test-newest:
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
+
+# The clients of others (instructor, litellm, langchain-openai) against the server, in a venv of their own.
+test-clients: $(VENV)/.installed-test
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check litellm langchain-openai
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps instructor  # which asks for an old openai
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check docstring_parser tenacity rich typer
+	CLIENTS_PYTHON=$(abspath .venv-clients/bin/python) $(VENV)/bin/python -m pytest tests/server/test_clients.py
 
 # One stamp per set of extras: a second run installs nothing, a changed C++ file compiles again, alone (setup.py).
 $(VENV)/.installed: $(BUILD_INPUTS)

@@ -37,14 +37,17 @@ inline PackedWeight packed_weight(const PackedTuple& weight) {
           pointer<const std::uint16_t>(tensors[5])};
 }
 
-// `addresses`: of its arrays in the order of Sampling, none for greedy decoding.
+// `addresses`: of its arrays in the order of Sampling, 0 for those it lacks; none for greedy decoding.
 inline Sampling sampling_at(const std::vector<std::uintptr_t>& addresses) {
   if (addresses.empty()) return {};
   return {pointer<const double>(addresses.at(0)),       pointer<const std::int32_t>(addresses.at(1)),
           pointer<const double>(addresses.at(2)),       pointer<const double>(addresses.at(3)),
           pointer<const double>(addresses.at(4)),       pointer<const std::int64_t>(addresses.at(5)),
           pointer<const std::int64_t>(addresses.at(6)), pointer<const std::int64_t>(addresses.at(7)),
-          pointer<const std::int32_t>(addresses.at(8))};
+          pointer<const std::int32_t>(addresses.at(8)), pointer<const double>(addresses.at(9)),
+          pointer<const double>(addresses.at(10)),      pointer<const std::int32_t>(addresses.at(11)),
+          pointer<const std::int64_t>(addresses.at(12)), pointer<const double>(addresses.at(13)),
+          pointer<const std::int32_t>(addresses.at(14)), pointer<const std::int32_t>(addresses.at(15))};
 }
 
 }  // namespace specdec

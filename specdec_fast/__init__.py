@@ -40,15 +40,18 @@ if TYPE_CHECKING:
         EngineCopyError,
         EngineOverloadedError,
         ForkedProcessError,
+        GrammarError,
         InvalidLogitsError,
         InvalidParamsError,
         InvalidPromptError,
         KVCacheAllocationError,
         KVCacheTooSmallError,
         LengthPolicyError,
+        LogitsProcessorError,
         MemoryBudgetError,
         MissingChatTemplateError,
         MissingTokenizerError,
+        NoAllowedTokenError,
         NotYetSupportedError,
         OutputError,
         PromptTooLongError,
@@ -58,17 +61,20 @@ if TYPE_CHECKING:
         SchedulerError,
         SpecDecError,
         StepError,
+        TokenMaskError,
         TooManyDraftTokensError,
         TrainingError,
+        UnknownTokenError,
         UnsupportedModelError,
         VocabularyMismatchError,
     )
     from specdec_fast.request.prompt_options import PromptOptions
     from specdec_fast.request.sequence import Sequence
-    from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, StreamChunk
+    from specdec_fast.results import DecodingStats, GenerationOutput, RunStats, ScoreOutput, StreamChunk
     from specdec_fast.sampling_params import SamplingParams
     from specdec_fast.service import AsyncEngine, AsyncStream
     from specdec_fast.speculation_length import LengthPolicy, StepObservation
+    from specdec_fast.structured_outputs.parameters import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -93,6 +99,7 @@ __all__ = [
     "EngineOverloadedError",
     "ForkedProcessError",
     "GenerationOutput",
+    "GrammarError",
     "InvalidLogitsError",
     "InvalidParamsError",
     "InvalidPromptError",
@@ -100,9 +107,11 @@ __all__ = [
     "KVCacheTooSmallError",
     "LengthPolicy",
     "LengthPolicyError",
+    "LogitsProcessorError",
     "MemoryBudgetError",
     "MissingChatTemplateError",
     "MissingTokenizerError",
+    "NoAllowedTokenError",
     "NotYetSupportedError",
     "OutputError",
     "PromptOptions",
@@ -113,15 +122,19 @@ __all__ = [
     "RunStats",
     "SamplingParams",
     "SchedulerError",
+    "ScoreOutput",
     "Sequence",
     "SpecDecError",
     "StepError",
     "StepObservation",
     "StepResult",
     "StreamChunk",
+    "StructuredOutputs",
+    "TokenMaskError",
     "TooManyDraftTokensError",
     "TrainingError",
     "TreeDrafter",
+    "UnknownTokenError",
     "UnsupportedModelError",
     "VocabularyMismatchError",
     "generate",
@@ -141,12 +154,14 @@ _MODULES = {
     "DecodingStats": "results",
     "GenerationOutput": "results",
     "RunStats": "results",
+    "ScoreOutput": "results",
     "StreamChunk": "results",
     "SamplingParams": "sampling_params",
     "AsyncEngine": "service",
     "AsyncStream": "service",
     "LengthPolicy": "speculation_length",
     "StepObservation": "speculation_length",
+    "StructuredOutputs": "structured_outputs.parameters",
 }
 
 

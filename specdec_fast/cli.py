@@ -1,4 +1,4 @@
-"""``specdec-fast demo | chat | generate | batch | serve | train-drafter | verify | plan | doctor``."""
+"""``specdec-fast demo | chat | generate | score | batch | serve | train-drafter | verify | plan | doctor``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _COMMANDS = {
     "demo": "Decode bundled prompts with the bundled pair, and prove every token against plain decoding.",
     "chat": "Talk with a model in the terminal: its answers appear as they are decoded.",
     "generate": "Decode the prompts of a JSON-lines file into another one.",
+    "score": "Score the texts of a JSON-lines file: the log-probability of every token, without decoding.",
     "batch": "Answer a batch file of OpenAI's API: chat completions and completions, one request per line.",
     "serve": "Serve OpenAI's API over HTTP: completions, chat, streams and metrics.",
     "train-drafter": "Train a drafter for a target, on texts that the target writes itself.",

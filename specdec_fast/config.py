@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class EngineConfig:
             and takes the rest of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot
             fit is refused before it is loaded. None: no budget. See ``docs/planning.md``.
         page_size: KV positions per page.
+        prefix_cache: keep the KV entries of requests for later ones whose tokens begin alike, as long as no request
+            needs their pages; these then compute the rest of their prompts only. No output changes. Without
+            ``kv_cache_tokens`` the pool gets up to twice the positions that requests need. None: on in services
+            (AsyncEngine, ``serve``, ``batch``, ``chat``, Ray), off in Engine. See ``docs/guide.md``.
         max_prefill_tokens: largest number of prompt tokens that a step prefills, so that the other sequences can decode
             while a long prompt is prefilled. None: a step prefills whole prompts, so that a batch ends soonest.
         tap_layers: the layers whose hidden states a drafter such as ``"eagle3:FOLDER"`` reads: l is the residual stream
@@ -89,6 +93,7 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     memory_bytes: int | None = None
     page_size: int = 16
+    prefix_cache: bool | None = None
     max_prefill_tokens: int | None = None
     tap_layers: tuple[int, ...] | None = None
     draft_tree: str | int | tuple[tuple[int, ...], ...] | None = None
@@ -107,6 +112,8 @@ class EngineConfig:
             if not isinstance(getattr(self, name), kind):
                 expected = "True or False" if kind is bool else "a string"
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected {expected}.")
+        if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache={self.prefix_cache!r}: expected True, False or None.")
         for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
             expect_at_least(name, getattr(self, name), smallest)
         make_length_policy(self.num_draft_tokens)  # raises if the value is invalid
@@ -127,6 +134,10 @@ class EngineConfig:
     def most_draft_tokens(self) -> int:
         """The largest K that a sequence may get in a step."""
         return make_length_policy(self.num_draft_tokens).max_draft_tokens
+
+    def for_service(self) -> EngineConfig:
+        """Return the config with ``prefix_cache`` on, unless it says otherwise."""
+        return replace(self, prefix_cache=True) if self.prefix_cache is None else self
 
     @property
     def num_resident(self) -> int:

@@ -103,6 +103,18 @@ class MissingTokenizerError(RequestError, ValueError):
     """The request has stop strings, or its prompt is messages, but no tokenizer is known."""
 
 
+class GrammarError(RequestError, InvalidParamsError):
+    """The request's ``structured_outputs`` is wrong, or no matcher can be made of it within the limits.
+
+    Attributes:
+        place: the JSON pointer of what is wrong in a schema; None if it is no single place.
+    """
+
+    def __init__(self, message: str, place: str | None = None) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 class DetokenizationError(RequestError, ValueError):
     """The tokenizer cannot decode the request's tokens. The output has all tokens, and the text up to the failure."""
 
@@ -141,3 +153,19 @@ class StepError(RequestError, RuntimeError):
 
 class InvalidLogitsError(RequestError, ArithmeticError):
     """The target produced NaN logits for this request."""
+
+
+class NoAllowedTokenError(RequestError, ValueError):
+    """The request's own restrictions leave no token that may follow its tokens."""
+
+
+class TokenMaskError(RequestError, RuntimeError):
+    """What restricts the tokens of this request raised the exception in ``__cause__``."""
+
+
+class LogitsProcessorError(RequestError, RuntimeError):
+    """A logits processor of this request raised the exception in ``__cause__``, or returned no logits of numbers."""
+
+
+class UnknownTokenError(RequestError, ValueError):
+    """The request's parameters name a token id outside the target's vocabulary, or a word that has no tokens."""

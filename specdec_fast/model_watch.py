@@ -7,7 +7,7 @@ changes of numbers that it copied: scalars, and results computed from weights al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -21,6 +21,7 @@ from specdec_fast.errors import UnsupportedModelError
 
 # Tensors up to this size are compared by value; for larger ones, PyTorch's version counter is compared.
 _MOST_COPIED = 1 << 16
+_SAMPLED = 64  # numbers in the middle of a tensor that tell whether it has changed without PyTorch's notice
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
 
 
@@ -104,6 +105,36 @@ class Watch:
         if changed or any(tensor._version != version for tensor, version in self._versions):
             return "weights whose numbers the program copied (scalars, or sums like 1 + w) have been changed in place"
         return None
+
+
+class Numbers:
+    """What weights are at one time, to find out later, in little time, whether their numbers have changed.
+
+    PyTorch counts writes to a tensor, but not those through ``.data``, NumPy or a kernel, nor any to a tensor made in
+    inference mode. So some numbers of every tensor are compared as well: an update of all weights, as training or a
+    new checkpoint makes it, changes some of them. A change of a few weights that PyTorch does not count is not seen.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        tensors = list(weights)
+        self._places = [(*_address_of(t), t.dtype, t.shape, None if t.is_inference() else t._version) for t in tensors]
+        samples = [_sample(tensor) for tensor in tensors if tensor.is_contiguous() and tensor.numel()]
+        devices = dict.fromkeys(sample.device for sample in samples)
+        self._samples = [torch.cat([each for each in samples if each.device == device]) for device in devices]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Numbers) or self._places != other._places:
+            return False
+        return all(map(torch.equal, self._samples, other._samples))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return the bytes of some numbers in the middle of a contiguous tensor."""
+    flat = tensor.detach().view(-1)
+    start = max(0, len(flat) - _SAMPLED) // 2
+    return flat[start : start + _SAMPLED].view(torch.uint8)
 
 
 def _address_of(tensor: Tensor) -> tuple[int, bool]:

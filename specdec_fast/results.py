@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 from typing import Literal
 
@@ -120,6 +121,7 @@ class RunStats:
         num_preemptions: how often a sequence gave up its KV pages to others, because too few were free, and was
             prefilled again later.
         num_out_of_memory: forwards that ran out of memory and were repeated with fewer rows.
+        num_cached_tokens: prompt tokens whose KV entries were found in the prefix cache, of all sequences that ended.
         seconds: wall-clock time of the call so far. The stages add up to less, because there is host work between them.
         timer: seconds per stage: prefill, draft, verify, accept, commit.
         decoding: acceptance counts, summed over all sequences.
@@ -129,6 +131,7 @@ class RunStats:
     num_sequence_steps: int = 0
     num_preemptions: int = 0
     num_out_of_memory: int = 0
+    num_cached_tokens: int = 0
     seconds: float = 0.0
     timer: StageTimer = field(default_factory=StageTimer)
     decoding: DecodingStats = field(default_factory=DecodingStats)
@@ -139,10 +142,45 @@ class RunStats:
         self.num_sequence_steps += num_sequences
         self.num_out_of_memory += ran_out_of_memory
 
+    def add_ended(self, decoding: DecodingStats, num_cached_tokens: int) -> None:
+        """Add the counts of a sequence that has ended."""
+        self.decoding.add(decoding)
+        self.num_cached_tokens += num_cached_tokens
+
+
+@dataclass
+class TokenScores:
+    """What the target's logits say of consecutive tokens; each token is scored by the logits before it.
+
+    Attributes:
+        logprobs: per token, its log-probability.
+        ranks: per token, its place among all tokens by their logits, of equal ones by their ids; 1 is the most likely
+            one. Empty if they were not asked for.
+        top_logprobs: per token, the most likely tokens with their log-probabilities, in the order of their ranks. Empty
+            if they were not asked for.
+
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+
+    def extend(self, later: TokenScores) -> None:
+        """Append the scores of the tokens that follow."""
+        self.logprobs += later.logprobs
+        self.ranks += later.ranks
+        self.top_logprobs += later.top_logprobs
+
+    def part(self, start: int, stop: int, num_top: int) -> TokenScores:
+        """Return the scores of tokens ``start`` to ``stop - 1``, with ``num_top`` of the most likely tokens each."""
+        tops = self.top_logprobs[start:stop] if num_top else []
+        shorter = [dict(islice(top.items(), num_top)) for top in tops]
+        return TokenScores(self.logprobs[start:stop], self.ranks[start:stop], shorter)
+
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """The output of one prompt.
+    """The output of one prompt, or one of its ``n`` outputs.
 
     Attributes:
         index: position of the prompt in the call; outputs are returned in this order.
@@ -156,6 +194,16 @@ class GenerationOutput:
         error: the reason why ``finish_reason`` is ``"error"``; None otherwise. Tokens emitted before it are kept.
         logprobs: one per token of ``token_ids``, see ``SamplingParams.logprobs``; None if not requested.
         seed: the request's seed, which draws the same tokens again; None for greedy decoding.
+        choice: number of this text among the ``n`` of its prompt, from 0.
+        top_logprobs: per token of ``token_ids``, the most likely tokens by id, with their log-probabilities, the most
+            likely first; None if not requested. The token itself need not be among them.
+        prompt_logprobs: one per token of ``prompt_ids``; None for the first token, which nothing precedes. None if not
+            requested. If the request failed, those of its last tokens may be missing, here and in the next two.
+        prompt_top_logprobs: per token of ``prompt_ids``, what ``top_logprobs`` has for an emitted one; None for the
+            first token. None if not requested.
+        prompt_ranks: per token of ``prompt_ids``, its place by the logits, of equal ones by the ids; 1 is the most
+            likely one; None for the first token. None if ``prompt_logprobs`` is.
+        num_cached_tokens: prompt tokens whose KV entries were found in the prefix cache.
     """
 
     index: int
@@ -167,9 +215,44 @@ class GenerationOutput:
     error: RequestError | None = None
     logprobs: list[float] | None = None
     seed: int | None = None
+    choice: int = 0
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    prompt_ranks: list[int | None] | None = None
+    num_cached_tokens: int = 0
 
     def raise_for_error(self) -> GenerationOutput:
         """Return self, or raise the error that ended this request."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+@dataclass(frozen=True)
+class ScoreOutput:
+    """The scores of one given text, from ``Engine.score``.
+
+    Attributes:
+        index: position of the text in the call; outputs are returned in this order.
+        token_ids: the text's token ids.
+        logprobs: one per token after the first: the log-probability with which the target continues the tokens before.
+        ranks: per token after the first, its place by the target's logits, of equal ones by the ids; 1 is the token
+            that greedy decoding would have emitted.
+        top_logprobs: per token after the first, the most likely tokens by id, with their log-probabilities, the most
+            likely first; None if not requested.
+        error: why the text was not scored; None otherwise. The scores before it are kept.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+    top_logprobs: list[dict[int, float]] | None = None
+    error: RequestError | None = None
+
+    def raise_for_error(self) -> ScoreOutput:
+        """Return self, or raise the error because of which the text was not scored."""
         if self.error is not None:
             raise self.error
         return self
@@ -188,6 +271,10 @@ class StreamChunk:
         finish_reason: None until the sequence's last chunk.
         error: set on the last chunk of a request that failed.
         logprobs: one per token of ``token_ids``; None if not requested.
+        choice: number of the text among the ``n`` of its prompt, from 0.
+        top_logprobs: per token of ``token_ids``, as in ``GenerationOutput``; None if not requested.
+        prompt_logprobs, prompt_top_logprobs, prompt_ranks: those of ``GenerationOutput``, in the sequence's first
+            chunk; None in all others.
     """
 
     index: int
@@ -196,3 +283,8 @@ class StreamChunk:
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     logprobs: list[float] | None = None
+    choice: int = 0
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    prompt_ranks: list[int | None] | None = None

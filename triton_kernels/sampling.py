@@ -3,6 +3,7 @@
 Bytes: logits are read once to find the best token; in rows with ``top_k`` or ``top_p`` a few times more, mostly from
 the L2 cache; and once more to draw, except in tiles where no token could win. 32 bytes are written per row and tile,
 one bit per token, and 16 KiB of scratch per row.
+Rows with bitmasks, biases, presence or frequency penalties are edited first (``sampling_edits``), into fp64.
 Grids: (rows,) marks seen tokens; (rows, tiles) finds the best token of each tile; (rows,) combines these and finds what
 the filters keep; (rows, tiles) draws; (rows,) combines. Sums have a fixed order, whatever the other rows.
 """
@@ -17,6 +18,7 @@ import triton
 from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.triton_kernels.sampling_edits import edited_logits, is_edited, spent_rows
 from specdec_fast.triton_kernels.sampling_kernels import best_kernel, draw_kernel, pick_kernel, row_kernel
 from specdec_fast.triton_kernels.sampling_noise import philox_kernel
 from specdec_fast.triton_kernels.sampling_threshold import threshold_kernel
@@ -26,6 +28,7 @@ _TILE = 1024  # tokens of a tile; they share a best token, and a bound on the no
 _TILES = 2  # tiles that a search reads at a time
 _CANDIDATES = 2048  # gaps that a search holds in registers
 _BLOCK = 1024  # seen tokens or counters that a program processes at a time
+_INVALID = 0x7FFFFFFF  # the key of a row that has no token
 _SEQUENCES = 128  # sequences that a program compares at a time to find that of a row
 
 # Every tensor of a launch except the logits.
@@ -40,6 +43,8 @@ _TENSORS = {
     ),
     "i64": ("token_ids", "positions", "seeds", "seen_ids", "row_positions", "counters", "seed", "words"),
 }
+
+_LOGITS = {**TYPE_NAMES, torch.float64: "fp64"}  # fp64: of requests with masks or adjustments
 
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -98,9 +103,8 @@ def choose_tokens(
     tile_ids = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
     row_best, row_limit, row_drawn = torch.empty(3, num_rows, dtype=torch.float64, device=device)
     candidates = torch.empty(num_rows, _CANDIDATES, dtype=torch.float64, device=device)
-    sizes = (logits.stride(0), seen.stride(0), vocab_size)
     temperatures = batch.temperatures
-    penalties = batch.repetition_penalties
+    penalties = batch.repetition_penalties if batch.adjustments is None else torch.ones_like(batch.repetition_penalties)
     seeds = batch.seeds
 
     row_kernel[(num_rows,)](
@@ -108,6 +112,9 @@ def choose_tokens(
         batch.cu_seen, sequences, row_positions, seen, cu_seqlens.numel() - 1, vocab_size, seen.stride(0),
         **_row_launch(parents is not None).options,
     )  # fmt: skip
+    if is_edited(batch):
+        logits = edited_logits(logits, token_ids, cu_seqlens, batch, parents, sequences)
+    sizes = (logits.stride(0), seen.stride(0), vocab_size)
     best_kernel[(num_rows, num_tiles)](
         logits, seen, sequences, penalties, temperatures, batch.top_p,
         tile_best, tile_ids, tile_mass, *sizes, **_tile_launch().options,
@@ -124,6 +131,8 @@ def choose_tokens(
     pick_kernel[(num_rows,)](
         tile_drawn, tile_ids, row_drawn, row_tokens, keys, tokens, num_tiles, **_pick_launch(num_tiles).options
     )
+    if (spent := spent_rows(batch, row_best)) is not None:
+        keys.masked_fill_(spent, _INVALID)
     return keys, tokens
 
 
@@ -131,7 +140,7 @@ def _variant(launch: Launch, name: str, kernel: Any, dtype: torch.dtype | None, 
     """Describe a compilation. Every argument of a kernel is a tensor above, a size, or a compile-time choice."""
     tensors = {name: f"*{kind}" for kind, names in _TENSORS.items() for name in names}
     if dtype is not None:
-        tensors["logits"] = f"*{TYPE_NAMES[dtype]}"
+        tensors["logits"] = f"*{_LOGITS[dtype]}"
     arguments = [argument for argument in kernel.arg_names if argument not in launch.constexprs]
     whole = {"logits", "candidates", *(("stride_logits_row", "vocab_size") if aligned else ())}
     signature = {argument: tensors.get(argument, "i32") for argument in arguments}
@@ -145,11 +154,11 @@ def variants() -> Iterator[Variant]:
     yield _variant(_row_launch(True), "rows_trees", row_kernel, None, False)
     for num_tiles in (32, 50, 149, 256):  # 32,000, 50,257, 151,936 and 262,144 tokens
         yield _variant(_pick_launch(num_tiles), f"pick_{num_tiles}_tiles", pick_kernel, None, False)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype, kind in _LOGITS.items():
         for name, aligned in (("aligned", True), ("odd_vocabulary", False)):
-            suffix = f"{TYPE_NAMES[dtype]}_{name}"
+            suffix = f"{kind}_{name}"
             yield _variant(_tile_launch(), f"best_{suffix}", best_kernel, dtype, aligned)
             yield _variant(_tile_launch(), f"draw_{suffix}", draw_kernel, dtype, aligned)
         for num_tiles, aligned in ((32, True), (50, False), (149, True), (256, True)):
-            name = f"threshold_{TYPE_NAMES[dtype]}_{num_tiles}_tiles"
+            name = f"threshold_{kind}_{num_tiles}_tiles"
             yield _variant(_threshold_launch(num_tiles), name, threshold_kernel, dtype, aligned)

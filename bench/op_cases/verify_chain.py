@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,19 +11,20 @@ import torch
 from torch import Tensor
 
 from bench.op_cases.case import Case, OpCases
-from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.batch.sampling_batch import Adjustments, Sampling
 from specdec_fast.ops.sampling import sampled_tokens
 
 # temperature, top_k, top_p, min_p, repetition penalty
 _Rule = tuple[float, int, float, float, float]
 _PLAIN: _Rule = (1.0, 0, 1.0, 0.0, 1.0)
+_GREEDILY: _Rule = (0.0, 0, 1.0, 0.0, 1.0)
 _RULES: tuple[_Rule, ...] = (
     _PLAIN,
     (0.7, 0, 0.9, 0.0, 1.0),
     (1.3, 20, 1.0, 0.0, 1.0),
     (1.0, 0, 1.0, 0.05, 1.0),
     (0.8, 40, 0.95, 0.01, 1.2),
-    (0.0, 0, 1.0, 0.0, 1.0),  # greedy
+    _GREEDILY,
     (0.0, 3, 0.5, 0.5, 1.3),  # greedy: the penalty has an effect, the filters have none
     (5.0, 0, 1.0, 0.0, 0.7),
     (1e-3, 1, 0.1, 1.0, 1.0),
@@ -106,6 +108,46 @@ def _draw_trees(
     return args
 
 
+def _edited(
+    draw: Callable[[torch.Generator, torch.dtype], dict[str, Any]],
+    edits: str,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Draw as ``draw`` does, with bitmasks, biases and penalties: those that ``edits`` names.
+
+    A third of the rows have a bitmask that forbids nothing, and a few have one that allows nothing.
+    """
+    args = draw(generator, dtype)
+    sampling = args["sampling"]
+    rows, vocab_size = args["logits"].shape
+    batch_size = len(sampling.seeds)
+    if "mask" in edits:
+        words = torch.randint(-(2**31), 2**31, (rows, -(-vocab_size // 32)), generator=generator).int()
+        kind = torch.rand(rows, 1, generator=generator)
+        words = words.where(kind > 1 / 3, -1).where(kind < 0.9, 0)
+        sampling = replace(sampling, allowed=words)
+    if "adjust" in edits:
+        num_seen = sampling.cu_seen.diff()
+        num_biases = torch.randint(0, 5, (batch_size,), generator=generator).clamp(max=vocab_size)
+        ids = [torch.randperm(vocab_size + 1, generator=generator)[:count] for count in num_biases.tolist()]
+        choices = torch.tensor([0.0, 0.5, -0.7, 2.0], dtype=torch.float64)
+        adjustments = Adjustments(
+            presence_penalties=choices[torch.randint(4, (batch_size,), generator=generator)],
+            frequency_penalties=choices[torch.randint(4, (batch_size,), generator=generator)],
+            num_prompt=(torch.rand(batch_size, generator=generator) * (num_seen + 1)).int(),
+            bias_ids=torch.cat([torch.zeros(0, dtype=torch.int64), *ids]),
+            bias_values=4 * torch.randn(int(num_biases.sum()), generator=generator, dtype=torch.float64),
+            cu_bias=torch.cat([torch.zeros(1, dtype=torch.int64), num_biases.cumsum(0)]).int(),
+        )
+        sampling = replace(sampling, adjustments=adjustments)
+    args["sampling"] = sampling
+    agrees = torch.rand(rows, generator=generator) < 0.7
+    if "parents" not in args:
+        args["token_ids"] = torch.where(agrees, sampled_tokens(**args).clamp(min=0).roll(1), args["token_ids"])
+    return args
+
+
 def _draw_normal(counts: list[int], rule: _Rule, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
     """Draw logits that are spread like those of language models: ten tokens share most of the mass."""
     args = _draw_sampled(counts, 2, (rule,), None, generator, dtype)
@@ -151,6 +193,47 @@ _TREES: tuple[tuple[str, str, list[int], tuple[_Rule, ...] | None, int], ...] = 
 )
 
 
+# name, defect, how the other arguments are drawn, what is edited
+_EDITED: tuple[tuple[str, str, Callable[..., dict[str, Any]], str], ...] = (
+    (
+        "masked",
+        "bitmasks of rows, beside rows that have none",
+        partial(_draw_sampled, [3, 1, 6, 2, 4, 1, 3, 2, 5], 1000, _RULES, None),
+        "mask",
+    ),
+    (
+        "adjusted",
+        "biases, and counts of emitted tokens along each chain",
+        partial(_draw_sampled, [3, 1, 6, 2, 4, 1, 3, 2, 5], 97, _RULES, None),
+        "adjust",
+    ),
+    (
+        "edited_trees",
+        "counts follow a row's path, and nothing beside it",
+        partial(_draw_trees, [9, 1, 6, 2, 14, 1, 3, 8, 5], _RULES, 3),
+        "mask, adjust",
+    ),
+    (
+        "edited_nan",
+        "a NaN is reported even if a bitmask forbids its token",
+        partial(_draw_sampled, [3] * 9, 97, _RULES, float("nan")),
+        "mask, adjust",
+    ),
+    (
+        "edited_negative_infinity",
+        "a mask that leaves nothing but -inf leaves no token",
+        partial(_draw_sampled, [3] * 9, 33, _RULES, float("-inf")),
+        "mask, adjust",
+    ),
+    (
+        "edited_no_sequences",
+        "an empty batch",
+        partial(_draw_sampled, [], 1024, _RULES, None),
+        "mask, adjust",
+    ),
+)
+
+
 def _cases() -> Iterator[Case]:
     for name, why, counts, vocab_size, special in _GREEDY:
         yield Case(name, why, partial(_draw, counts, vocab_size, special))
@@ -158,6 +241,8 @@ def _cases() -> Iterator[Case]:
         yield Case(name, why, partial(_draw_sampled, counts, vocab_size, _RULES, special))
     for name, why, counts, rules, breadth in _TREES:
         yield Case(name, why, partial(_draw_trees, counts, rules, breadth))
+    for name, why, draw, edits in _EDITED:
+        yield Case(name, why, partial(_edited, draw, edits))
 
 
 _STEP = "batch 8, K 5, the vocabulary of Qwen3"
@@ -169,6 +254,9 @@ OP_CASES = OpCases(
         Case("sample", f"{_STEP}, at temperature 1", partial(_draw_normal, [6] * 8, _PLAIN)),
         Case("sample_top_p", f"{_STEP}, top_p 0.9", partial(_draw_normal, [6] * 8, _RULES[1])),
         Case("sample_top_k", f"{_STEP}, top_k 20", partial(_draw_normal, [6] * 8, _RULES[2])),
+        Case(
+            "masked", f"{_STEP}, greedy, bitmasks", partial(_edited, partial(_draw_normal, [6] * 8, _GREEDILY), "mask")
+        ),
     ),
     bytes_moved=_bytes_moved,
 )

@@ -31,22 +31,64 @@ void to_double(const void* logits, DType dtype, std::int64_t size, double* out) 
   }
 }
 
-double logit(const SampledRow& row, std::int64_t id) {
-  switch (row.dtype) {
-    case DType::kFloat32: return Float32::load(static_cast<const float*>(row.logits)[id]);
-    case DType::kFloat16: return Float16::load(static_cast<const std::uint16_t*>(row.logits)[id]);
-    case DType::kBFloat16: return BFloat16::load(static_cast<const std::uint16_t*>(row.logits)[id]);
+// Makes the tokens whose bits are not set impossible.
+void mask(const std::int32_t* words, std::int64_t size, double* logits) {
+  for (std::int64_t start = 0; start < size; start += 32) {
+    const auto word = static_cast<std::uint32_t>(words[start / 32]);
+    if (word == ~0u) continue;
+    const std::int64_t count = std::min<std::int64_t>(32, size - start);
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (((word >> i) & 1u) == 0) logits[start + i] = -kInfinity;
+    }
   }
-  return 0.0;
 }
 
-// Penalises raw logits, so that an id that was seen twice is penalised once.
-void penalise(const SampledRow& row, const std::int64_t* ids, std::int64_t count, double* logits) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= row.vocab_size) continue;  // an id of a model with a larger vocabulary
-    const double raw = logit(row, ids[i]);
-    logits[ids[i]] = raw < 0 ? raw * row.repetition_penalty : raw / row.repetition_penalty;
+// A token's number of emissions, and whether it was seen at all.
+constexpr std::uint32_t kSeen = 1u << 31;
+
+void count(const std::int64_t* ids, std::int64_t num_ids, std::uint32_t more, std::vector<std::uint32_t>& counts) {
+  const auto size = static_cast<std::int64_t>(counts.size());
+  for (std::int64_t i = 0; i < num_ids; ++i) {
+    if (ids[i] < 0 || ids[i] >= size) continue;  // an id of a model with a larger vocabulary
+    std::uint32_t& own = counts[static_cast<std::size_t>(ids[i])];
+    own = (own + more) | kSeen;
   }
+}
+
+// Penalises the tokens that `counts` says were seen, each once, and leaves zeros.
+void penalise(const Edits& edits, const std::int64_t* ids, std::int64_t num_ids, std::vector<std::uint32_t>& counts,
+              double* logits) {
+  const auto size = static_cast<std::int64_t>(counts.size());
+  for (std::int64_t i = 0; i < num_ids; ++i) {
+    if (ids[i] < 0 || ids[i] >= size) continue;
+    std::uint32_t& own = counts[static_cast<std::size_t>(ids[i])];
+    if (own == 0) continue;
+    const auto emissions = static_cast<double>(own & ~kSeen);
+    own = 0;
+    double& value = logits[ids[i]];
+    value = value < 0 ? value * edits.repetition_penalty : value / edits.repetition_penalty;
+    if (emissions == 0.0) continue;
+    const double frequency = edits.frequency_penalty * emissions;
+    value = (value - frequency) - edits.presence_penalty;
+  }
+}
+
+void edit(const Edits& edits, std::int64_t size, std::vector<std::uint32_t>& counts, double* logits) {
+  if (edits.allowed != nullptr) mask(edits.allowed, size, logits);
+  for (std::int64_t i = 0; i < edits.num_biases; ++i) {
+    const std::int64_t id = edits.bias_ids[i];
+    if (id >= 0 && id < size) logits[id] += edits.bias_values[i];
+  }
+  if (!edits.penalise()) return;
+  counts.resize(static_cast<std::size_t>(size));
+  const SeenTokens& seen = edits.seen;
+  const std::int64_t num_emitted = seen.num_committed - seen.num_prompt;
+  count(seen.committed, seen.num_prompt, 0, counts);
+  count(seen.committed + seen.num_prompt, num_emitted, 1, counts);
+  count(seen.fed, 1, 0, counts);
+  count(seen.fed + 1, seen.num_fed - 1, 1, counts);
+  penalise(edits, seen.committed, seen.num_committed, counts, logits);
+  penalise(edits, seen.fed, seen.num_fed, counts, logits);
 }
 
 SPECDEC_MULTIVERSION
@@ -98,16 +140,15 @@ std::int64_t choose(const SampledRow& row, double* values) {
 
 }  // namespace
 
-std::int64_t sample_row(const SampledRow& row, std::vector<double>& scratch) {
+std::int64_t sample_row(const SampledRow& row, SampleScratch& scratch) {
   const std::int64_t size = row.vocab_size;
-  scratch.resize(static_cast<std::size_t>(size));
-  double* values = scratch.data();
+  scratch.values.resize(static_cast<std::size_t>(size));
+  double* values = scratch.values.data();
   to_double(row.logits, row.dtype, size, values);
-  if (row.repetition_penalty != 1.0) {
-    penalise(row, row.seen.committed, row.seen.num_committed, values);
-    penalise(row, row.seen.fed, row.seen.num_fed, values);
-  }
-  return has_nan(values, size) ? -1 : choose(row, values);
+  if (has_nan(values, size)) return -1;
+  if (row.edits.any()) edit(row.edits, size, scratch.counts, values);
+  if (row.edits.allowed != nullptr && maximum(values, size) == -kInfinity) return -1;
+  return choose(row, values);
 }
 
 std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks, std::vector<double>& scratch) {

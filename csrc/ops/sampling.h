@@ -20,14 +20,40 @@ struct Sampling {
   const std::int64_t* positions;  // position of the token that a sequence's first row chooses
   const std::int64_t* seen_ids;
   const std::int32_t* cu_seen;  // [batch_size + 1]
+  // Adjustments; null: no sequence has any.
+  const double* presence_penalties = nullptr;
+  const double* frequency_penalties = nullptr;
+  const std::int32_t* num_prompt = nullptr;  // so many of a sequence's first seen_ids are its prompt
+  const std::int64_t* bias_ids = nullptr;
+  const double* bias_values = nullptr;
+  const std::int32_t* cu_bias = nullptr;  // [batch_size + 1]
+  // [rows, words]: bit i % 32 of word i / 32 of a row is set if token i may be chosen; null: every token may be chosen.
+  const std::int32_t* allowed = nullptr;
 };
 
-// The ids to which a repetition penalty applies: committed tokens, and the input tokens of the rows so far.
+// The ids to which penalties apply: committed tokens, the first of which are the prompt, and the input tokens of the rows so
+// far, the first of which is the last committed one.
 struct SeenTokens {
   const std::int64_t* committed;
   std::int64_t num_committed;
+  std::int64_t num_prompt;
   const std::int64_t* fed;
   std::int64_t num_fed;
+};
+
+// What changes the logits of a row before a token is chosen from them.
+struct Edits {
+  double repetition_penalty = 1.0;
+  double presence_penalty = 0.0;
+  double frequency_penalty = 0.0;
+  SeenTokens seen{};
+  const std::int64_t* bias_ids = nullptr;
+  const double* bias_values = nullptr;
+  std::int64_t num_biases = 0;
+  const std::int32_t* allowed = nullptr;  // a bitmask that forbids a token; null: there is none
+
+  bool penalise() const { return repetition_penalty != 1.0 || presence_penalty != 0.0 || frequency_penalty != 0.0; }
+  bool any() const { return penalise() || num_biases > 0 || allowed != nullptr; }
 };
 
 // One row's logits, and how its token is chosen.
@@ -39,14 +65,19 @@ struct SampledRow {
   std::int32_t top_k;
   double top_p;
   double min_p;
-  double repetition_penalty;
   std::int64_t seed;
   std::int64_t position;
-  SeenTokens seen;
+  Edits edits;
 };
 
-// Returns the token, or -1 if a logit is NaN. Successive rows share the memory of `scratch`.
-std::int64_t sample_row(const SampledRow& row, std::vector<double>& scratch);
+// Memory that successive rows share.
+struct SampleScratch {
+  std::vector<double> values;
+  std::vector<std::uint32_t> counts;  // by token id; zeros between two rows
+};
+
+// Returns the token, or -1 if a logit is NaN, or if a bitmask leaves no token whose logit is above -inf.
+std::int64_t sample_row(const SampledRow& row, SampleScratch& scratch);
 
 struct SampledRank {
   std::int64_t token;
@@ -55,7 +86,7 @@ struct SampledRank {
 };
 
 // Returns the token of `sample_row`, then the one that it would be without the first, and so on: `num_ranks` tokens, at most
-// `vocab_size`; none if a logit is NaN. There may be no repetition penalty. Successive rows share the memory of `scratch`.
+// `vocab_size`; none if a logit is NaN. There may be no edits. Successive rows share the memory of `scratch`.
 std::vector<SampledRank> sample_ranks(const SampledRow& row, std::int64_t num_ranks, std::vector<double>& scratch);
 
 }  // namespace specdec

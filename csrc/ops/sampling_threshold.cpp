@@ -54,11 +54,12 @@ void buckets_of(const double* scores, int count, std::int32_t* out) {
   }
 }
 
-// The scores of one bucket, largest first.
+// The scores of one bucket above -inf, largest first. A bitmask leaves many scores of -inf, which would take long to sort.
 std::vector<double> falling(const double* scores, std::int64_t size, int bucket, double threshold) {
   std::vector<double> members;
   for (std::int64_t i = 0; i < size; ++i) {
-    if (scores[i] >= threshold && bucket_of(scores[i]) == bucket) members.push_back(scores[i]);
+    if (scores[i] == -kInfinity || scores[i] < threshold) continue;
+    if (bucket_of(scores[i]) == bucket) members.push_back(scores[i]);
   }
   std::sort(members.begin(), members.end(), std::greater<double>());
   return members;
@@ -75,7 +76,9 @@ double kth_largest(const double* scores, std::int64_t size, std::int64_t k) {
   }
   int bucket = 0;
   while (k > counts[bucket]) k -= counts[bucket++];
-  return falling(scores, size, bucket, -kInfinity)[static_cast<std::size_t>(k - 1)];
+  const std::vector<double> members = falling(scores, size, bucket, -kInfinity);
+  const auto place = static_cast<std::size_t>(k - 1);
+  return place < members.size() ? members[place] : -kInfinity;
 }
 
 // The lowest score in the smallest set of the likeliest tokens whose mass is a share `top_p` of the mass of all tokens from

@@ -1,8 +1,11 @@
 #include "ops/verify_chain.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kernels/multiversion.h"
@@ -58,6 +61,65 @@ inline __attribute__((always_inline)) std::int64_t argmax(const typename Format:
   return i;
 }
 
+// For each byte, eight words of which all bits or none are set, as the byte's bits are.
+template <typename Int>
+constexpr std::array<std::array<Int, 8>, 256> selections() {
+  std::array<std::array<Int, 8>, 256> found{};
+  for (std::size_t byte = 0; byte < 256; ++byte) {
+    for (std::size_t bit = 0; bit < 8; ++bit) found[byte][bit] = (byte >> bit & 1) != 0 ? Int{-1} : Int{0};
+  }
+  return found;
+}
+
+template <typename Int>
+constexpr std::array<std::array<Int, 8>, 256> kSelections = selections<Int>();
+
+// As `argmax`, of the tokens whose bits are set. No token wins by a logit of -inf.
+template <typename Format>
+inline __attribute__((always_inline)) std::int64_t masked_argmax(const typename Format::Bits* row, std::int64_t size,
+                                                                 const std::int32_t* words) {
+  using Bits = typename Format::Bits;
+  constexpr Bits kNone = std::numeric_limits<Bits>::min();
+  Bits best = Format::key(static_cast<Bits>(kNone | Format::infinity));
+  Bits largest_magnitude = 0;
+  std::int64_t winner = kInvalidToken;
+  for (std::int64_t start = 0; start < size; start += 32) {
+    const auto word = static_cast<std::uint32_t>(words[start / 32]);
+    const std::int64_t count = std::min<std::int64_t>(32, size - start);
+    Bits keys[32], selected[32];
+    Bits magnitude = 0, block_best = kNone;
+    for (int byte = 0; byte < 4; ++byte) {
+      const auto& own = kSelections<Bits>[word >> (8 * byte) & 0xff];
+      std::copy(own.begin(), own.end(), selected + 8 * byte);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      magnitude = std::max(magnitude, Format::magnitude(row[start + i]));
+      keys[i] = static_cast<Bits>((Format::key(row[start + i]) & selected[i]) | (kNone & ~selected[i]));
+      block_best = std::max(block_best, keys[i]);
+    }
+    largest_magnitude = std::max(largest_magnitude, magnitude);
+    if (block_best <= best) continue;  // of equal maxima, the first one wins
+    best = block_best;
+    winner = start + (std::find(keys, keys + count, best) - keys);
+  }
+  return largest_magnitude > Format::infinity ? kInvalidToken : winner;
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t masked_argmax_float32(const std::int32_t* row, std::int64_t size, const std::int32_t* words) {
+  return masked_argmax<OrderedFloat32>(row, size, words);
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t masked_argmax_float16(const std::int16_t* row, std::int64_t size, const std::int32_t* words) {
+  return masked_argmax<OrderedFloat16>(row, size, words);
+}
+
+SPECDEC_MULTIVERSION
+std::int64_t masked_argmax_bfloat16(const std::int16_t* row, std::int64_t size, const std::int32_t* words) {
+  return masked_argmax<OrderedBFloat16>(row, size, words);
+}
+
 SPECDEC_MULTIVERSION
 std::int64_t argmax_float32(const std::int32_t* row, std::int64_t size) {
   return argmax<OrderedFloat32>(row, size);
@@ -86,6 +148,19 @@ std::int64_t argmax_row(const VerifyChainArgs& args, std::int64_t row) {
   return kInvalidToken;
 }
 
+std::int64_t masked_argmax_row(const VerifyChainArgs& args, std::int64_t row, const std::int32_t* words) {
+  const std::int64_t offset = row * args.row_stride;
+  switch (args.dtype) {
+    case DType::kFloat32:
+      return masked_argmax_float32(static_cast<const std::int32_t*>(args.logits) + offset, args.vocab_size, words);
+    case DType::kFloat16:
+      return masked_argmax_float16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size, words);
+    case DType::kBFloat16:
+      return masked_argmax_bfloat16(static_cast<const std::int16_t*>(args.logits) + offset, args.vocab_size, words);
+  }
+  return kInvalidToken;
+}
+
 // The tokens of the rows from a sequence's first to one of its rows.
 struct Path {
   const std::int64_t* token_ids;
@@ -98,12 +173,38 @@ Path path_to(const VerifyChainArgs& args, std::int64_t first, std::int64_t row, 
   scratch.clear();
   for (; row > first; row = first + args.parents[row]) scratch.push_back(args.token_ids[row]);
   scratch.push_back(args.token_ids[first]);
-  return {scratch.data(), static_cast<std::int64_t>(scratch.size())};  // backwards: a penalty needs no order
+  std::swap(scratch.front(), scratch.back());  // the first row's token first; penalties need no other order
+  return {scratch.data(), static_cast<std::int64_t>(scratch.size())};
+}
+
+// The bitmask of a row; null if it forbids nothing.
+const std::int32_t* mask_of(const VerifyChainArgs& args, std::int64_t row) {
+  const std::int32_t* allowed = args.sampling->allowed;
+  if (allowed == nullptr) return nullptr;
+  const std::int64_t num_words = (args.vocab_size + 31) / 32;
+  const std::int32_t* words = allowed + row * num_words;
+  const bool is_free = std::all_of(words, words + num_words, [](std::int32_t word) { return word == -1; });
+  return is_free ? nullptr : words;
+}
+
+// What changes the logits of a row of sequence `b`, but for the tokens that its penalties count.
+Edits edits_of(const VerifyChainArgs& args, std::int64_t row, std::int64_t b) {
+  const Sampling& s = *args.sampling;
+  Edits edits;
+  edits.repetition_penalty = s.repetition_penalties[b];
+  edits.allowed = mask_of(args, row);
+  if (s.presence_penalties == nullptr) return edits;
+  edits.presence_penalty = s.presence_penalties[b];
+  edits.frequency_penalty = s.frequency_penalties[b];
+  edits.bias_ids = s.bias_ids + s.cu_bias[b];
+  edits.bias_values = s.bias_values + s.cu_bias[b];
+  edits.num_biases = s.cu_bias[b + 1] - s.cu_bias[b];
+  return edits;
 }
 
 // Memory that successive rows share.
 struct Scratch {
-  std::vector<double> scores;
+  SampleScratch sampled;
   std::vector<std::int64_t> path;
 };
 
@@ -112,14 +213,18 @@ std::int64_t choose(const VerifyChainArgs& args, std::int64_t row, Scratch& scra
   const Sampling& s = *args.sampling;
   const std::int32_t* after = std::upper_bound(args.cu_seqlens, args.cu_seqlens + args.batch_size + 1, row);
   const std::int64_t b = after - args.cu_seqlens - 1;
-  if (s.temperatures[b] == 0.0 && s.repetition_penalties[b] == 1.0) return argmax_row(args, row);
+  Edits edits = edits_of(args, row, b);
+  if (s.temperatures[b] == 0.0 && !edits.penalise() && edits.num_biases == 0) {
+    return edits.allowed == nullptr ? argmax_row(args, row) : masked_argmax_row(args, row, edits.allowed);
+  }
   const Path path = path_to(args, args.cu_seqlens[b], row, scratch.path);
+  edits.seen = {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b],
+                s.num_prompt == nullptr ? 0 : s.num_prompt[b], path.token_ids, path.length};
   const std::int64_t item = args.dtype == DType::kFloat32 ? 4 : 2;
   return sample_row({static_cast<const char*>(args.logits) + row * args.row_stride * item, args.dtype, args.vocab_size,
-                     s.temperatures[b], s.top_k[b], s.top_p[b], s.min_p[b], s.repetition_penalties[b], s.seeds[b],
-                     s.positions[b] + path.length - 1,
-                     {s.seen_ids + s.cu_seen[b], s.cu_seen[b + 1] - s.cu_seen[b], path.token_ids, path.length}},
-                    scratch.scores);
+                     s.temperatures[b], s.top_k[b], s.top_p[b], s.min_p[b], s.seeds[b], s.positions[b] + path.length - 1,
+                     edits},
+                    scratch.sampled);
 }
 
 // Parents precede their children, so one pass finds the path.

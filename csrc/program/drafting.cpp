@@ -29,7 +29,7 @@ class Rules {
 
   Sampling sampling() const {
     return {temperatures_.data(), top_k_.data(), top_p_.data(),     min_p_.data(), penalties_.data(),
-            seeds_.data(),        positions_.data(), nullptr, cu_seen_.data()};
+            seeds_.data(),        positions_.data(), nullptr,           cu_seen_.data()};
   }
 
  private:

@@ -79,7 +79,6 @@ void Ranker::rank_by_draws(const char* logits, const Row& own, Scratch& scratch,
                        all.top_k[member],
                        all.top_p[member],
                        all.min_p[member],
-                       1.0,
                        all.seeds[member],
                        all.positions[member] + ahead,
                        {}};

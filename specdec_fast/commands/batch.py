@@ -23,6 +23,7 @@ from specdec_fast.commands.request_options import (
     default_params,
 )
 from specdec_fast.commands.result_files import ResultFile, add_result_options, report_interrupt, reserved_output
+from specdec_fast.commands.structured_options import add_tool_option
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.output import Progress
@@ -32,6 +33,7 @@ from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, OPENAI_DEFAULTS, Sa
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
+from specdec_fast.server.tool_calls.choosing import CallReading
 
 _OK = 200
 _ID_PREFIX = "batch_req_"  # of a result
@@ -73,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names that requests may give for the model (default: --target)",
     )
     add_chat_options(parser)
+    add_tool_option(parser)
     add_generation_config_option(parser)
     add_engine_options(parser)
     parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer every request; report every line that has no answer. Exit status 1 if there is one."""
     lines = read_batch(args.input, args.served_model_name or [args.target])
     options = chat_options(args)
-    config = engine_config(args, args.dtype)
+    config = engine_config(args, args.dtype).for_service()
     SamplingParams(max_new_tokens=args.max_new_tokens)
     with reserved_output(args, args.input):
         return _answer(args, lines, options, config)
@@ -95,12 +98,13 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
     engine = Engine(args.target, args.draft, config) if good else None
+    reading = _reading(args, engine, options.get("chat_template"))
     defaults = default_params(args, engine) if engine else OPENAI_DEFAULTS
     num_failed = 0
     try:
         with results, Progress(len(good), None) as bar:
-            for line, outputs in _served(engine, rest, defaults, options):
-                record, failure = _record(line, outputs, engine.tokenizer if engine else None)
+            for line, outputs in _served(engine, rest, defaults, options, reading):
+                record, failure = _record(line, outputs, engine.tokenizer if engine else None, reading)
                 if failure is not None:
                     num_failed += 1
                     print(f"{args.input.name}, line {line.number}: {failure}", file=sys.stderr)
@@ -110,6 +114,12 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     except KeyboardInterrupt:
         return report_interrupt("batch", args.output, len(results.done), len(lines))
     return 1 if num_failed else 0
+
+
+def _reading(args: argparse.Namespace, engine: Engine | None, chat_template: str | None) -> CallReading:
+    if engine is None:
+        return CallReading(args.tool_call_parser, None, ())
+    return CallReading(args.tool_call_parser, engine.tokenizer, engine.target.eos_token_ids, chat_template)
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
@@ -168,14 +178,18 @@ def _parse_line(number: int, text: bytes, model_names: list[str]) -> BatchLine:
 
 
 def _served(
-    engine: Engine | None, lines: list[BatchLine], defaults: SamplingParams, options: dict[str, Any]
+    engine: Engine | None,
+    lines: list[BatchLine],
+    defaults: SamplingParams,
+    options: dict[str, Any],
+    reading: CallReading,
 ) -> Iterator[tuple[BatchLine, list[GenerationOutput]]]:
     """Yield every line as soon as it can be answered: without outputs if it has a problem, else with one per choice."""
     choices: list[tuple[list[int], SamplingParams]] = []
     owners: list[BatchLine] = []
     missing: dict[int, int] = {}  # by number of the line
     for line in lines:
-        of_line = _choices(engine, line, defaults, options)
+        of_line = _choices(engine, line, defaults, options, reading)
         if line.problem is not None:
             yield line, []
         choices += of_line
@@ -193,7 +207,7 @@ def _served(
 
 
 def _choices(
-    engine: Engine | None, line: BatchLine, defaults: SamplingParams, options: dict[str, Any]
+    engine: Engine | None, line: BatchLine, defaults: SamplingParams, options: dict[str, Any], reading: CallReading
 ) -> list[tuple[list[int], SamplingParams]]:
     if engine is None or line.body is None or line.problem is not None:
         return []
@@ -202,7 +216,7 @@ def _choices(
     try:
         merged = {**options, **requested, "chat_template_kwargs": variables}
         ids = [engine.encode(prompt, **merged) for prompt in line.body.prompts]
-        requests = line.body.requests(defaults)
+        requests = line.body.constrained(line.body.requests(defaults), reading.format)
         num_each = line.body.n or 1
         return [(ids[i // num_each], choice) for i, (_, choice) in enumerate(requests)]
     except SpecDecError as error:
@@ -211,7 +225,7 @@ def _choices(
 
 
 def _record(
-    line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None
+    line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None, reading: CallReading
 ) -> tuple[dict[str, Any], str | None]:
     record = {"id": f"{_ID_PREFIX}{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
     failure = None if line.problem is None else line.problem.message
@@ -223,7 +237,9 @@ def _record(
     body = {}
     if line.problem is None and line.endpoint is not None and line.body is not None:
         try:
-            body = line.endpoint.answer(line.body, request_id, line.body.model or "", tokenizer).whole(outputs)
+            answer = line.endpoint.answer(line.body, request_id, line.body.model or "", tokenizer)
+            answer.read_calls(reading)
+            body = answer.whole(outputs)
         except SpecDecError as error:
             failure = str(error)
             line.problem = problem_of(error)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("chat reads messages from stdin and prints answers to stdout; one of them is closed.")
     options = chat_options(args)
     sampling_params(args)  # wrong values are refused before the models are loaded
-    chat = Chat(Engine(args.target, args.draft, engine_config(args, args.dtype)), args, options)
+    chat = Chat(Engine(args.target, args.draft, engine_config(args, args.dtype).for_service()), args, options)
     chat.expect_template()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character ends no chat

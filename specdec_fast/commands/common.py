@@ -20,9 +20,14 @@ from specdec_fast.speculation_length import LENGTH_POLICIES
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that make an EngineConfig, and --max-new-tokens."""
+    add_batch_options(parser)
+    add_decoding_options(parser)
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Add --method and --batch-size."""
     parser.add_argument("--method", choices=list(SCHEDULERS), default="exspec", help="scheduler (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences per step (default: 8)")
-    add_decoding_options(parser)
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +42,20 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: %(default)s)"
     )
-    parser.add_argument("--no-deterministic", action="store_true", help="do not make bits independent of the batch")
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep KV entries for later prompts that begin alike (default: in batch, chat and serve)",
+    )
+    add_deterministic_option(parser)
     add_backend_options(parser)
     add_quantization_options(parser)
+
+
+def add_deterministic_option(parser: argparse.ArgumentParser) -> None:
+    """Add --no-deterministic."""
+    parser.add_argument("--no-deterministic", action="store_true", help="do not make bits independent of the batch")
 
 
 def num_draft_tokens(text: str) -> int | str:
@@ -64,6 +80,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         method=args.method,
         max_batch_size=args.batch_size,
         num_draft_tokens=args.num_draft_tokens,
+        prefix_cache=args.prefix_cache,
         dtype=dtype,
         deterministic=not args.no_deterministic,
         **backend_settings(args),
@@ -78,9 +95,10 @@ def quantization_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"quantization": args.quantization, "draft_quantization": args.draft_quantization}
 
 
-def add_quantization_options(parser: argparse._ActionsContainer) -> None:
-    """Add --quantization and --draft-quantization."""
-    for name, owner in (("--quantization", "target"), ("--draft-quantization", "draft model")):
+def add_quantization_options(parser: argparse._ActionsContainer, has_draft: bool = True) -> None:
+    """Add --quantization, and --draft-quantization if there may be a draft model."""
+    owners = {"--quantization": "target"} | ({"--draft-quantization": "draft model"} if has_draft else {})
+    for name, owner in owners.items():
         help = (
             f"round the weights of the {owner} when it is loaded; -a8: its activations too; a8: those alone, where a "
             "checkpoint has codes (default: as loaded)"
@@ -99,9 +117,14 @@ def add_backend_options(parser: argparse._ActionsContainer) -> None:
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add --target, --draft and --dtype."""
-    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model, or a GGUF file")
+    add_target_options(parser)
     parser.add_argument("--draft", required=True, help=f"the same for the draft; or {drafter_names()}")
     add_drafter_options(parser)
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """Add --target and --dtype."""
+    parser.add_argument("--target", required=True, help="name or folder of a Hugging Face causal model, or a GGUF file")
     parser.add_argument("--dtype", default=None, help="of the weights (default: the checkpoint's)")
 
 

@@ -33,6 +33,24 @@ def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
     )
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1, none")
     sampling.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="P", help="subtract it from logits of emitted tokens"
+    )
+    sampling.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="P", help="subtract it as often as a token was emitted"
+    )
+    sampling.add_argument(
+        "--logit-bias", default=None, metavar="JSON", help="numbers added to logits by token id, such as '{\"7\": -5}'"
+    )
+    sampling.add_argument(
+        "--allowed-token-ids", type=_token_ids, default=None, metavar="IDS", help="emit only these, such as 5,6,7"
+    )
+    sampling.add_argument(
+        "--bad-word", action="append", default=[], metavar="STRING", help="never emit this; repeatable"
+    )
+    sampling.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="do not end a text before it has so many tokens"
+    )
+    sampling.add_argument(
         "--seed",
         type=int,
         default=None,
@@ -41,8 +59,34 @@ def add_sampling_options(parser: argparse.ArgumentParser, seeded: str) -> None:
     )
 
 
-def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = False) -> SamplingParams:
-    """Make the parameters of request ``number`` from the options of ``add_sampling_options``."""
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add --n, --logprobs and --prompt-logprobs."""
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="texts of every prompt (default: 1)")
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="K",
+        help="write the log-probability of every token, and the K most likely tokens beside it (default of K: 0)",
+    )
+    parser.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        default=None,
+        metavar="K",
+        help="write those of every prompt token, and the K most likely tokens beside it",
+    )
+
+
+def output_params(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` that the options of ``add_output_options`` say."""
+    return {"n": args.n, "logprobs": args.logprobs, "prompt_logprobs": args.prompt_logprobs}
+
+
+def sampling_params(args: argparse.Namespace, number: int = 0, **fields: Any) -> SamplingParams:
+    """Make the parameters of request ``number`` from the options of ``add_sampling_options``, and from other fields."""
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -50,10 +94,30 @@ def sampling_params(args: argparse.Namespace, number: int = 0, logprobs: bool = 
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=_logit_bias(args),
+        allowed_token_ids=args.allowed_token_ids,
+        bad_words=args.bad_word,
+        min_tokens=args.min_tokens,
         seed=args.seed,
         stop=args.stop,
-        logprobs=logprobs,
+        **fields,
     ).with_seed_offset(number)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80}: expected token ids, such as 5,6,7") from None
+
+
+def _logit_bias(args: argparse.Namespace) -> Any:
+    try:
+        return {} if args.logit_bias is None else json.loads(args.logit_bias)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--logit-bias {reprlib.repr(args.logit_bias)}: not JSON: {error}.") from None
 
 
 def add_generation_config_option(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from specdec_fast.commands.request_options import (
     default_params,
     read_chat_template,
 )
+from specdec_fast.commands.structured_options import add_tool_option
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS
 
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens", type=int, default=512, metavar="N", help="prompt tokens per step (default: 512)"
     )
     add_chat_template_option(parser)
+    add_tool_option(parser)
     add_generation_config_option(parser)
     add_engine_options(parser)
     parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
@@ -119,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
             default_params=default_params(args, engine.engine),
             stream_interval=args.stream_interval,
             max_request_bytes=args.max_request_bytes,
+            tool_call_parser=args.tool_call_parser,
         )
         with _not_collected():
             asyncio.run(_serve(app, engine, listener, args))

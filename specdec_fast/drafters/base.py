@@ -18,6 +18,7 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.errors import DrafterError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_watch import Numbers
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.trees.growing import TreeNodes
@@ -224,12 +225,18 @@ class Drafter(ABC):
     row of the first step, so ``observe`` is not called for a prompt of one token. A released sequence that is admitted
     again starts again at position 0.
 
+    With ``EngineConfig.prefix_cache`` the engine does not compute rows whose KV entries it has kept of other sequences.
+    A drafter with taps never receives their hidden states, so the engine keeps nothing for it unless it sets
+    ``knows_prefixes``: then its ``known_positions`` says how many first positions of a sequence it can do without, and
+    hidden states begin at position ``sequence.target_kv_length``, as it is in ``admit``.
+
     Attributes:
         taps: the hidden states that the drafter asks for; the engine reads it once, when it is made. Tap l is the
             residual stream after l of the target's layers (0: the embeddings), before the final norm; ``"final"`` is
             the input of its output layer. Ids must differ.
         max_nodes: the largest number of nodes of its trees, see ``TreeDrafter``; 0 for a drafter of chains.
         has_scores: whether its drafts have ``Draft.scores``; read once, when the engine is made.
+        knows_prefixes: whether a drafter with taps implements ``known_positions``.
         settings: which of the settings ``tap_layers``, ``draft_tree`` and ``draft_quantization`` it reads. The engine
             refuses the others, because they would have no effect.
     """
@@ -237,6 +244,7 @@ class Drafter(ABC):
     taps: tuple[int | str, ...] = ()
     max_nodes: int = 0
     has_scores: bool = False
+    knows_prefixes: bool = False
     settings: tuple[str, ...] = ()
 
     @property
@@ -331,6 +339,23 @@ class Drafter(ABC):
     def grow(self, num_tokens: int) -> None:  # noqa: B027
         """Make room for ``num_tokens`` KV positions in total, and keep the entries of admitted sequences."""
 
+    def keep_prefixes(self) -> None:  # noqa: B027
+        """From now on keep what is computed of committed tokens for other sequences; called once, before ``prepare``.
+
+        Sequences whose first tokens agree have the same ``page_keys``, which is None for those that share nothing.
+        """
+
+    def known_positions(self, sequence: Sequence) -> int:
+        """Return how many first positions of a sequence need no hidden states; only a drafter that ``knows_prefixes``.
+
+        The engine calls this right before ``admit``, and earlier to see how many pages the sequence needs. It computes
+        the last position before the newest in any case, so that a proposal can start from its hidden states.
+        """
+        return 0
+
+    def forget_prefixes(self) -> None:  # noqa: B027
+        """Keep nothing for sequences that are admitted later; the target has changed, for example."""
+
     def admit(self, sequences: list[Sequence]) -> None:  # noqa: B027
         """Admit sequences, each of at most ``max_length`` tokens; compute the KV of all their tokens but the last."""
 
@@ -397,6 +422,8 @@ class PooledDrafter(Drafter):
         self._kv_layout = layout
         self._row_padding = row_padding
         self._num_sequences = 0
+        self._keeps_prefixes = False
+        self._numbers: Numbers | None = None  # of the weights with which the kept entries were computed
         self.pool: PagePool | None = None
 
     @property
@@ -409,12 +436,27 @@ class PooledDrafter(Drafter):
     def expect_sequences(self, num_sequences: int) -> None:
         self._num_sequences = num_sequences
 
+    def keep_prefixes(self) -> None:
+        self._keeps_prefixes = True
+        self.pool = None  # one that was made to measure times keeps none
+
+    def forget_prefixes(self) -> None:
+        if self.pool is not None:
+            self.pool.forget_prefixes()
+
     def prepare(self, num_tokens: int, page_size: int) -> None:
         # Keep the present pool if it is large enough and no interrupted call left pages.
         pool = self.pool
         if pool is None or not pool.is_vacant or not pool.holds(num_tokens, self._num_sequences):
             pool = self.pool = None  # frees the old pool's memory before the new one is allocated
             self.pool = PagePool(self._kv_layout, num_tokens, page_size, self._row_padding, self._num_sequences)
+            if self._keeps_prefixes:
+                self.pool.keep_prefixes()
+        if self._keeps_prefixes:
+            numbers = Numbers(self.weights())
+            if numbers != self._numbers:
+                self.forget_prefixes()
+            self._numbers = numbers
 
     def grow(self, num_tokens: int) -> None:
         if not self._pool().holds(num_tokens, self._num_sequences):

@@ -6,7 +6,7 @@ sequence. The target's own choice at each row decides how many are accepted. Rej
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from time import perf_counter
 from typing import Concatenate, ParamSpec, TypeVar
@@ -15,9 +15,18 @@ import torch
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.forced_drafts import (
+    completed,
+    forced_tokens,
+    have_grammars,
+    limits_of_drafter,
+    limits_with_forced,
+)
 from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.residents import Pools, Residents
 from specdec_fast.engine.row_limit import RowLimit, memory_error
+from specdec_fast.engine.scores import emission_scores
 from specdec_fast.engine.step import (
     Step,
     StepOutput,
@@ -25,7 +34,6 @@ from specdec_fast.engine.step import (
     commit_emissions,
     commit_to_drafter,
     draft_limits,
-    logprobs_of,
     propose,
     release,
     step_error,
@@ -81,9 +89,12 @@ class EngineCore:
         max_nodes: largest number of nodes of a tree; where it is less than K, trees have K nodes.
 
     Attributes:
-        waiting: sequences that hold no pages (any more), in the order in which they were added.
-        resident: sequences that hold pages, in the order in which they were added.
-        failed: sequences that ended alone, outside of a step; the next step returns them.
+        waiting: sequences that hold no pages (any more), in the order of their turns (``Sequence.turn``).
+        resident: sequences that hold pages, in the same order.
+        ended: sequences that ended outside of a verification: those that are only scored, and those that failed alone.
+            The next step returns them.
+        prefixes: the prefix cache.
+        drafts_forced: whether tokens that a grammar forces are drafted before anything else, without the drafter.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -103,14 +114,19 @@ class EngineCore:
         self.length_policy = length_policy
         self.stats = RunStats()
         self.is_called = False
-        self._pools = Pools(target, drafter, config)
+        self.prefixes = PrefixCache(target, drafter, config)
+        self.drafts_forced = True
+        self._pools = Pools(target, drafter, config, self.prefixes)
         self._row_limit = RowLimit()
-        self._prefilling = Prefilling(target, drafter, config.max_prefill_tokens, self._row_limit)
-        self._residents = Residents(self._pools, self._prefilling, scheduler, drafter, config, max_nodes)
+        most_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
+        most_logit_rows = None if config.memory_bytes is None else most_rows  # the budget has logits for so many
+        limits = (config.max_prefill_tokens, self._row_limit, most_logit_rows)
+        self._prefilling = Prefilling(target, drafter, self.prefixes, *limits)
+        self._residents = Residents(self._pools, self.prefixes, self._prefilling, scheduler, drafter, config, max_nodes)
         self.waiting = self._residents.waiting
         self.resident = self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
-        self.failed: list[Sequence] = []
+        self.ended: list[Sequence] = []
         self._requests: dict[int, Sequence] = {}
         self._num_added = 0
         self._finished = 0.0  # when the last step ended; 0.0 if the next one has more work to do
@@ -130,7 +146,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended, or no step has returned its end yet."""
-        return bool(self.waiting or self.resident or self.failed)
+        return bool(self.waiting or self.resident or self.ended)
 
     @outermost
     def add(self, request: Sequence) -> int:
@@ -144,7 +160,8 @@ class EngineCore:
         self._num_added += 1
         self._requests[self._num_added] = request
         request.request_id = self._num_added
-        self.waiting.append(request)
+        self.prefixes.begin(request)
+        self._residents.enqueue(request)
         self._pools.is_sized = False
         self._finished = 0.0
         return self._num_added
@@ -167,7 +184,7 @@ class EngineCore:
     def cancel_all(self) -> None:
         """Drop every request, and the launched step."""
         self._requests.clear()
-        self.failed.clear()
+        self.ended.clear()
         self._launched = self._launch_error = None
         self._leave([*self.resident, *self.waiting])
 
@@ -184,7 +201,8 @@ class EngineCore:
         sequence for which one row is too much ends with a RequestMemoryError.
 
         Returns:
-            One output per sequence of the step; an empty list if there is no work, or if the step only prefilled.
+            One output per sequence of the step, and per sequence that has ended outside of one; an empty list if there
+            is no work, or if the step only prefilled.
 
         Raises:
             UnsupportedModelError: the target's weights or modules have changed since it was loaded.
@@ -203,8 +221,9 @@ class EngineCore:
         outputs = [] if step is None else self._outputs_of(step)
         may_launch = step is not None and self._overlap
         del step  # it keeps the logits of its rows, and the next launch allocates
-        while self.failed:
-            outputs.append(StepOutput(self.failed.pop(), [], "error"))
+        while self.ended:
+            alone = self.ended.pop()
+            outputs.append(StepOutput(alone, [], alone.finish_reason))
         if may_launch:
             try:
                 self._launched = self._launch_next()
@@ -233,6 +252,8 @@ class EngineCore:
         self._in_step = []
         self._pools.is_sized = False  # the next step checks the pools again
         self._leave([s for s in (*self.resident, *self.waiting) if s.request_id not in self._requests])
+        if not isinstance(error, Exception):
+            self.prefixes.forget(self.pool, self.waiting)
 
     @property
     def _overlap(self) -> bool:
@@ -252,11 +273,7 @@ class EngineCore:
         self._in_step = []
         self._residents.admit()
         if self._prefilling.sequences:
-            chunk = self._prefilling.next_chunk()
-            self._in_step = list(chunk)
-            self._finished = 0.0
-            with self.stats.timer("prefill"):
-                self._prefilling.compute(self._pools.pool(), chunk)
+            self._prefill()
         ready = self._prefilling.ready(self.resident) if self._prefilling.sequences else self.resident
         if not ready:
             self._prefilling.passed()
@@ -264,6 +281,8 @@ class EngineCore:
         self._in_step = self.scheduler.plan(ready)
         batch = self._in_step
         limits = draft_limits(self.length_policy, batch)
+        if self.drafts_forced:
+            limits = limits_with_forced(batch, limits, self.length_policy.max_draft_tokens)
         may_branch = self.length_policy.may_branch
         if self._row_limit.most is not None:
             batch, limits = self._row_limit.fit(batch, limits)
@@ -273,21 +292,52 @@ class EngineCore:
         self.stats.num_preemptions += room.num_preempted
         return self._launch(room.batch, room.limits, room.node_limits) if room.batch else None
 
+    def _prefill(self) -> None:
+        """Prefill what a step may; in several chunks, if prompts wait for the pages of others that begin alike."""
+        pool = self._pools.pool()
+        self._finished = 0.0
+        num_done = 0
+        while chunk := self._prefilling.next_chunk(pool, num_done):
+            num_done += sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
+            self._in_step = list(chunk)
+            with self.stats.timer("prefill"):
+                self._prefilling.compute(pool, chunk)
+            self._end_prefilled(chunk)
+            if self._row_limit.most is not None:
+                break
+
     @torch.inference_mode()
     def _launch(self, batch: list[Sequence], limits: list[int], node_limits: list[int]) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
         started = perf_counter()
         self._row_limit.num_rows = len(batch) + sum(node_limits)
-        admit_new(self.drafter, batch, limits, timer, self._prefilling.is_tapped)
+        forced = forced_tokens(batch, limits) if self.drafts_forced and have_grammars(batch) else None
+        asked = limits if forced is None else limits_of_drafter(limits, forced)
+        admit_new(self.drafter, batch, asked, timer, self._prefilling.is_tapped)
         with timer("draft"):
-            draft, depths = propose(self.drafter, self.length_policy, batch, limits, node_limits)
+            nodes = [most if limit else 0 for limit, most in zip(asked, node_limits, strict=True)]
+            draft, depths = propose(self.drafter, self.length_policy, batch, asked, nodes)
+            if forced is not None:
+                draft, depths = completed(draft, batch, limits, forced)
         drafted = perf_counter()
         drafts = (draft.token_ids, draft.num_draft_tokens, draft.parents)
         with timer("verify"):
             verification = self.target.verify_step(self._pools.pool(), batch, *drafts)
         timer.move(verification.accept_seconds, "verify", "accept")
         return Step(batch, limits, draft, depths, verification, started, drafted, node_limits != limits)
+
+    def _end_prefilled(self, chunk: Iterable[Sequence]) -> None:
+        """Let the sequences of a chunk that end with their prompts leave, and those whose scores failed."""
+        ended = []
+        for sequence in chunk:
+            if sequence.is_only_scored and sequence.target_kv_length == sequence.length - 1:
+                sequence.finish_reason = sequence.finish_reason or "length"
+            if sequence.finish_reason is not None:
+                ended.append(sequence)
+        if ended:
+            self.ended += ended
+            self._leave(ended)
 
     def _prepare_retry(self, error: Exception) -> None:
         """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
@@ -302,7 +352,7 @@ class EngineCore:
             alone = self._in_step[0]
         if alone.request_id in self._requests:  # else it was cancelled after the launch
             alone.fail(memory_error(error))
-            self.failed.append(alone)
+            self.ended.append(alone)
         self._leave([alone])
 
     def _outputs_of(self, step: Step) -> list[StepOutput]:
@@ -323,13 +373,14 @@ class EngineCore:
             with timer("accept"):
                 outcome = verification.outcome()
                 rows = outcome.accepted_rows(verification.counts)
-                logprobs = logprobs_of(batch, rows, outcome.emissions, verification.logits)
+                scores = emission_scores(batch, rows, outcome.emissions, verification.logits)
                 self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
         except Exception as error:
             self._prepare_retry(error)
             return []
         with timer("commit"):
-            emitted = commit_emissions(step, outcome.emissions, logprobs, self._requests)
+            emitted = commit_emissions(step, outcome.emissions, rows, scores, self._requests)
+            self.prefixes.keep(self._pools.pool(), batch)
             lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
@@ -342,6 +393,6 @@ class EngineCore:
         """Remove sequences that wait or are resident, and release what they hold."""
         for sequence in sequences:
             self._requests.pop(sequence.request_id, None)
-            self.stats.decoding.add(sequence.stats)
+            self.stats.add_ended(sequence.stats, sequence.num_cached_tokens)
         self._residents.remove(sequences)  # all pages first, because what follows may raise
         release(self.drafter, self.length_policy, sequences)

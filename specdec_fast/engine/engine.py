@@ -16,7 +16,7 @@ from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, 
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
 from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory
-from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of
+from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of, score_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
@@ -30,14 +30,16 @@ from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.results import GenerationOutput, RunStats, StreamChunk
+from specdec_fast.results import GenerationOutput, RunStats, ScoreOutput, StreamChunk
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.profiling import forward_seconds
 from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.sampling_params import scoring_params
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
+from specdec_fast.structured_outputs.compiling import Grammars
 
 _AHEAD = 2  # times the sequences that may be resident, for which `as_completed` has encoded prompts
 
@@ -101,6 +103,7 @@ class Engine:
                 make_deterministic(self.target)
             self.target.release_memory()
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
+        self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
         drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
         if draft is not None:
             expect_settings_read(drafter, self.config)
@@ -171,8 +174,9 @@ class Engine:
             **prompt_options: fields of PromptOptions, such as ``add_special_tokens`` and ``chat_template_kwargs``.
 
         Returns:
-            One output per prompt, in input order. A request that could not be served has ``finish_reason="error"`` and
-            the typed error in ``.error``; the other requests are unaffected.
+            One output per prompt, in input order; with ``n`` of its parameters, as many outputs in a row. A request
+            that could not be served has ``finish_reason="error"`` and the typed error in ``.error``; the other requests
+            are unaffected.
 
         Raises:
             InvalidParamsError, NotYetSupportedError, ConfigError: an argument is wrong; raised before any work.
@@ -191,7 +195,7 @@ class Engine:
     def as_completed(
         self, prompts: Any, params: Any = None, **prompt_options: Any
     ) -> Generator[GenerationOutput, None, None]:
-        """Decode every prompt and yield each output as soon as it has ended, with its ``index``.
+        """Decode every prompt and yield each output as soon as it has ended, with its ``index`` and ``choice``.
 
         Arguments and errors are those of ``generate``. A prompt is encoded shortly before its turn, so many prompts
         neither delay the first output nor need the memory of all token ids. To stop early, close the iterator.
@@ -210,6 +214,37 @@ class Engine:
         sequences = list(self._build(prompts, params, prompt_options))
         return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
 
+    def score(
+        self,
+        prompts: Any,
+        *,
+        top_logprobs: int = 0,
+        priority: int = 0,
+        progress: bool | None = None,
+        **prompt_options: Any,
+    ) -> list[ScoreOutput]:
+        """Return the log-probability of every token of given texts, each after the tokens before it.
+
+        Nothing is sampled and nothing is drafted: the texts are prefilled, in batches and chunks as prompts are. The
+        log-probabilities have the bits that decoding the same tokens returns, plainly or with any drafter.
+
+        Args:
+            prompts: the texts, as ``generate`` takes prompts.
+            top_logprobs: how many of the most likely tokens to return at every place.
+            priority: as in ``SamplingParams``.
+            progress: as in ``generate``.
+            **prompt_options: fields of PromptOptions.
+
+        Returns:
+            One output per text, in input order. A text that could not be scored has the typed error in ``.error``; the
+            others are unaffected.
+
+        Raises:
+            InvalidParamsError, ConfigError, EngineBusyError, ForkedProcessError: as ``generate``.
+        """
+        params = scoring_params(top_logprobs, priority)
+        return [score_of(output) for output in self.generate(prompts, params, progress=progress, **prompt_options)]
+
     def encode(self, prompt: Any, **prompt_options: Any) -> list[int]:
         """Return the token ids that ``generate`` would decode for one prompt.
 
@@ -222,6 +257,15 @@ class Engine:
             ConfigError: a keyword is unknown, or an option is invalid.
         """
         return self.request_builder().encode(prompt, PromptOptions.from_keywords(prompt_options))
+
+    def reset_prefix_cache(self) -> None:
+        """Give no request that begins after this call KV entries that have been computed before; any thread may call.
+
+        The engine does this itself if it sees, while no request is running, that the weights of the target have
+        changed. Call it after changes that PyTorch does not count, such as writes of single weights through NumPy, and
+        after changes while requests run.
+        """
+        self.core.prefixes.is_stale = True
 
     def describe(self) -> dict[str, Any]:
         """Return the names of this engine's models, method and backends, and how its forwards run."""
@@ -248,6 +292,7 @@ class Engine:
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "state_bytes_per_sequence": self.target.layout.bytes_per_sequence,
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
+            "prefix_cache": self.core.prefixes.describe(self.core.pool),
             "memory": None if self.memory_plan is None else self.memory_plan.describe(),
         }
 
@@ -265,7 +310,7 @@ class Engine:
         A request may name the K that was configured: whether ``memory_bytes`` has lowered it, no caller can know.
         """
         most = self._asked_draft_tokens if self.core.length_policy.max_draft_tokens else 0
-        return RequestBuilder(self.target, self.tokenizer, most)
+        return RequestBuilder(self.target, self.tokenizer, most, self._grammars)
 
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:
         """Check the arguments and draw the seeds; return the sequences, whose prompts are encoded as they are read."""
@@ -274,11 +319,16 @@ class Engine:
         items = as_prompt_list(prompts)
         builder = self.request_builder()
         each = as_params_list(params, len(items))
-        seeds = [builder.seed(request_params) for request_params in each]
+        seeds = [[builder.seed(choice) for choice in request_params.choices()] for request_params in each]
 
         def sequences() -> Iterator[Sequence]:
-            for index, (prompt, request_params, seed) in enumerate(zip(items, each, seeds, strict=True)):
-                yield builder.build(index, prompt, request_params, options, seed)
+            for index, prompt in enumerate(items):
+                encoded: list[int] = []
+                for number, choice in enumerate(each[index].choices()):
+                    known = encoded or prompt  # it is encoded once
+                    sequence = builder.build(index, known, choice, options, seeds[index][number], number)
+                    encoded = sequence.token_ids.copy()
+                    yield sequence
 
         return sequences()
 

@@ -20,11 +20,15 @@ from specdec_fast.models.model_checks import why_fewer_positions
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import encode_prompt
+from specdec_fast.request.restrictions import masks_of
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings
 from specdec_fast.request.token_bounds import least_tokens
+from specdec_fast.request.token_masks import TokenMask, TokenMasks
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
+from specdec_fast.structured_outputs.compiling import Grammars
+from specdec_fast.structured_outputs.parameters import StructuredOutputs
 
 _DEFAULTS = PromptOptions()
 
@@ -42,12 +46,20 @@ class RequestBuilder:
     """Checks prompts against one target and encodes them.
 
     ``most_draft_tokens`` is the largest K that a request may name; 0 if the engine decodes plainly, which takes any.
+    ``grammars`` keeps what was compiled for other builders of the same target; None: for this one only.
     """
 
-    def __init__(self, target: RaggedModel, tokenizer: Any | None, most_draft_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        target: RaggedModel,
+        tokenizer: Any | None,
+        most_draft_tokens: int = 0,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._target = target
         self._tokenizer = tokenizer
         self._most_draft_tokens = most_draft_tokens
+        self._grammars = grammars or Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
 
     def build(
         self,
@@ -56,10 +68,12 @@ class RequestBuilder:
         params: SamplingParams,
         options: PromptOptions = _DEFAULTS,
         seed: int | None = None,
+        choice: int = 0,
     ) -> Sequence:
         """Return the sequence of one request, number ``index`` of its call; it has failed if it cannot be served.
 
         ``seed`` is from ``seed``, if it was drawn before; else it is drawn here, with the errors of ``seed``.
+        ``choice`` is the number of the text among the ``n`` of its prompt.
         """
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -70,12 +84,16 @@ class RequestBuilder:
             token_ids = self._encode(prompt, options, self._expect_possible)
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params)
+            masks = masks_of(params, token_ids, stop_ids, self._tokenizer, self._target.vocab_size)
+            masks += self._grammar_masks(params, stop_ids)
         except RequestError as error:
-            sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed)
+            sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed, choice=choice)
             sequence.fail(error)
             return sequence
-        sequence = Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, seed=seed)
+        sequence = Sequence(index, token_ids, len(token_ids), max_length, params, stop_ids, seed=seed, choice=choice)
         sequence.stop_strings = stop_strings
+        if masks:
+            sequence.masks = TokenMasks(masks, self._target.vocab_size)
         return sequence
 
     def encode(self, prompt: Any, options: PromptOptions = _DEFAULTS) -> list[int]:
@@ -124,7 +142,18 @@ class RequestBuilder:
                 f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; "
                 "pass tokenizer=..., or use stop_token_ids."
             )
-        return StopStrings(Detokenizer(self._tokenizer), params.stop)
+        return StopStrings(Detokenizer(self._tokenizer, params.skip_special_tokens), params.stop)
+
+    def compiles(self, params: SamplingParams) -> bool:
+        """Return whether ``build`` would compile a grammar, which may take seconds."""
+        asked = params.structured_outputs
+        return isinstance(asked, StructuredOutputs) and not self._grammars.has(asked, params.skip_special_tokens)
+
+    def _grammar_masks(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[TokenMask]:
+        asked = params.structured_outputs
+        if not isinstance(asked, StructuredOutputs):
+            return []
+        return list(self._grammars.masks(asked, stop_ids, params.skip_special_tokens))
 
     def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
         limit = self._target.max_positions

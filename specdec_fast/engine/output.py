@@ -14,7 +14,7 @@ from specdec_fast.engine.step import StepOutput
 from specdec_fast.errors import ConfigError
 from specdec_fast.request.detokenizer import Detokenizer
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.results import GenerationOutput, StreamChunk
+from specdec_fast.results import GenerationOutput, ScoreOutput, StreamChunk
 
 Outputs = Generator[StepOutput, None, None]  # the outputs of all steps, in order
 
@@ -25,7 +25,7 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     if sequence.stop_strings is not None:
         text: str | None = sequence.stop_strings.take(last=True)
     else:
-        text = _text(sequence, Detokenizer(tokenizer), emitted_ids, True) if tokenizer is not None else None
+        text = None if tokenizer is None else _text(sequence, _detokenizer(sequence, tokenizer), emitted_ids, True)
     return GenerationOutput(
         sequence.index,
         sequence.token_ids[: sequence.prompt_length],
@@ -36,7 +36,32 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
         sequence.error,
         sequence.logprobs,
         sequence.seed,
+        sequence.choice,
+        sequence.top_logprobs,
+        **_prompt_scores(sequence),
+        num_cached_tokens=sequence.num_cached_tokens,
     )
+
+
+def score_of(output: GenerationOutput) -> ScoreOutput:
+    """Return what an output says of its prompt, whose ``prompt_logprobs`` were requested."""
+    logprobs = [each for each in output.prompt_logprobs or [] if each is not None]
+    ranks = [each for each in output.prompt_ranks or [] if each is not None]
+    tops = output.prompt_top_logprobs
+    top_logprobs = None if tops is None else [each for each in tops if each is not None]
+    return ScoreOutput(output.index, output.prompt_ids, logprobs, ranks, top_logprobs, output.error)
+
+
+def _prompt_scores(sequence: Sequence) -> dict[str, Any]:
+    """Return the fields of an output that have the scores of the prompt, if these were requested."""
+    scores = sequence.prompt_scores
+    if scores is None:
+        return {}
+    first = [None] if sequence.prompt_length else []
+    found: dict[str, Any] = {"prompt_logprobs": first + scores.logprobs, "prompt_ranks": first + scores.ranks}
+    if sequence.params.prompt_logprobs:
+        found["prompt_top_logprobs"] = first + scores.top_logprobs
+    return found
 
 
 def outputs_of(tokenizer: Any | None, outputs: Outputs) -> Generator[GenerationOutput, None, None]:
@@ -52,8 +77,10 @@ class ChunkMaker:
 
     def __init__(self, sequence: Sequence, tokenizer: Any | None) -> None:
         self._sequence = sequence
-        self._detokenizer = None if tokenizer is None or sequence.stop_strings is not None else Detokenizer(tokenizer)
+        has_text = tokenizer is not None and sequence.stop_strings is None
+        self._detokenizer = _detokenizer(sequence, tokenizer) if has_text else None
         self._num_tokens = 0  # in chunks that have been made
+        self._has_begun = False
 
     def make(self, output: StepOutput) -> StreamChunk:
         """Make the chunk of one step's output; the last one has whatever a failed step has left."""
@@ -66,17 +93,26 @@ class ChunkMaker:
             text: str | None = sequence.stop_strings.take(is_last)
         else:
             text = None if self._detokenizer is None else _text(sequence, self._detokenizer, tokens, is_last)
-        logprobs = None if sequence.logprobs is None else sequence.logprobs[start : start + len(tokens)]
+        stop = start + len(tokens)
+        logprobs = None if sequence.logprobs is None else sequence.logprobs[start:stop]
+        top_logprobs = None if sequence.top_logprobs is None else sequence.top_logprobs[start:stop]
         reason, error = (sequence.finish_reason, sequence.error) if is_last else (None, None)
-        return StreamChunk(sequence.index, tokens, text, reason, error, logprobs)
+        of_prompt = {} if self._has_begun else _prompt_scores(sequence)
+        self._has_begun = True
+        outcome = (reason, error, logprobs, sequence.choice, top_logprobs)
+        return StreamChunk(sequence.index, tokens, text, *outcome, **of_prompt)
 
 
 def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Generator[StreamChunk, None, None]:
     """Yield one chunk per output; closing the iterator closes ``outputs``."""
-    makers = [ChunkMaker(sequence, tokenizer) for sequence in sequences]
+    makers = {sequence: ChunkMaker(sequence, tokenizer) for sequence in sequences}
     with closing(outputs):
         for output in outputs:
-            yield makers[output.request.index].make(output)
+            yield makers[output.request].make(output)
+
+
+def _detokenizer(sequence: Sequence, tokenizer: Any) -> Detokenizer:
+    return Detokenizer(tokenizer, sequence.params.skip_special_tokens)
 
 
 def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int], is_last: bool) -> str:

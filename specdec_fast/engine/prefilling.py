@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import insort
+from collections.abc import Callable, Collection
+from math import isnan
 
 import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.row_limit import RowLimit
-from specdec_fast.engine.step import admit
+from specdec_fast.engine.scores import token_scores
+from specdec_fast.engine.step import admit, nan_error
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.prefill import prefill
+from specdec_fast.runner.prefill import LogitReader, prefill
 from specdec_fast.runner.ragged_model import RaggedModel
+
+_LOGIT_ROWS = 256  # of a forward whose logits are wanted; those of a large vocabulary need 80 MB in 16 bits
 
 
 class Prefilling:
-    """The resident sequences that lack KV entries for their prompts, in the order in which they joined.
+    """The resident sequences that lack KV entries for their prompts, in the order of their turns.
 
     Prefill computes no entry for the last prompt token: the first verification does, as every later verification does
     for the last committed token (I3). A drafter with taps admits the sequences first, and receives the hidden states of
     every forward. A step prefills ``max_tokens`` at most (None: all), and fewer by ``row_limit`` after memory ran out.
+
+    If prompts begin alike and pages are kept, the first one is computed, and the others wait for its pages: a step then
+    has a chunk for it and another one for what they lack.
+
+    The logits of these rows score the prompt's tokens after the first, for sequences that request it. A sequence that
+    is only scored ends here, so the drafter never sees it.
     """
 
-    def __init__(self, target: RaggedModel, drafter: Drafter, max_tokens: int | None, row_limit: RowLimit) -> None:
+    def __init__(
+        self,
+        target: RaggedModel,
+        drafter: Drafter,
+        prefixes: PrefixCache,
+        max_tokens: int | None,
+        row_limit: RowLimit,
+        most_logit_rows: int | None = None,
+    ) -> None:
         self._target = target
         self._drafter = drafter
+        self._prefixes = prefixes
         self._max_tokens = max_tokens
         self._row_limit = row_limit
+        self._most_logit_rows = min(_LOGIT_ROWS, most_logit_rows or _LOGIT_ROWS)
         self.sequences: list[Sequence] = []  # the residents that lack entries
         self.is_tapped = bool(drafter.taps)
         # Whether a step that fails has its prompts prefilled anew: hidden states are needed again, or recurrent states
@@ -37,9 +60,9 @@ class Prefilling:
         self._begins_again = self.is_tapped or bool(target.layout.states)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that has joined, if it lacks entries: a prompt of one token does not."""
-        if sequence.target_kv_length < sequence.length - 1:
-            self.sequences.append(sequence)
+        """Queue a sequence that has joined, if it lacks entries, which a prompt of one token does not, or ends here."""
+        if sequence.target_kv_length < sequence.length - 1 or sequence.is_only_scored:
+            insort(self.sequences, sequence, key=lambda each: each.turn)
 
     def restart(self, pool: PagePool, sequences: Collection[Sequence]) -> None:
         """Compute the entries of sequences once more after a step that failed, if entries alone do not suffice.
@@ -51,12 +74,9 @@ class Prefilling:
                 pool.states.forget(pool.place(sequence))
         if self._begins_again:
             self.drop(sequences)
-            others = self.sequences  # which joined later
-            self.sequences = []
             for sequence in sequences:
                 sequence.target_kv_length = 0
                 self.add(sequence)
-            self.sequences += others
 
     def drop(self, sequences: Collection[Sequence]) -> None:
         """Forget sequences; some may not be queued."""
@@ -66,19 +86,37 @@ class Prefilling:
         """Return the resident sequences that lack no entries."""
         return [sequence for sequence in resident if sequence not in self.sequences]
 
-    def next_chunk(self) -> dict[Sequence, int]:
-        """Return the next chunk: how many positions of each of its sequences, at least one more, then have entries."""
+    def next_chunk(self, pool: PagePool, num_done: int = 0) -> dict[Sequence, int]:
+        """Return the next chunk: how many positions of each of its sequences then have entries.
+
+        It is at least one more, but for a text of one token that is only scored. ``num_done`` prompt tokens have been
+        prefilled in this step. The chunk is empty if the step may prefill no more, or if no sequence lacks entries:
+        those whose entries have been found are forgotten.
+        """
         chunk: dict[Sequence, int] = {}
-        left = min((most for most in (self._max_tokens, self._row_limit.most) if most is not None), default=None)
+        most = None if self._max_tokens is None else self._max_tokens - num_done
+        left = min((limit for limit in (most, self._row_limit.most) if limit is not None), default=None)
+        coming = ComingPages(pool.page_size)
+        found = []
         for sequence in self.sequences:
+            if left is not None and left <= 0:
+                break
+            self._prefixes.share(pool, sequence)
             start = sequence.target_kv_length
             stop = sequence.length - 1
+            if start == stop and not sequence.is_only_scored:
+                found.append(sequence)
+                continue
+            useful = min(stop, sequence.most_from_cache)
+            if coming.should_wait(sequence.page_keys, sequence.token_ids, start, useful):
+                continue
             if left is not None:
                 stop = min(stop, start + left)
                 left -= stop - start
+            coming.add(sequence.page_keys, sequence.token_ids, start, stop)
             chunk[sequence] = stop
-            if left == 0:
-                break
+        if found:
+            self.drop(found)
         num_rows = sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
         self._row_limit.num_rows = min(num_rows, self._target.row_padding.largest)
         return chunk
@@ -86,15 +124,29 @@ class Prefilling:
     @torch.inference_mode()
     def compute(self, pool: PagePool, chunk: dict[Sequence, int]) -> None:
         """Compute the entries of a chunk, and forget the sequences that then lack none."""
-        starts = {sequence: sequence.target_kv_length for sequence in chunk}
-        prompts = {s: s.token_ids[:stop] for s, stop in chunk.items()}
-        new = [sequence for sequence in chunk if not sequence.is_admitted]
-        if self.is_tapped and new:
-            admit(self._drafter, new)
-        prefill(self._target, pool, prompts, starts, self._observe if self.is_tapped else None)
+        if self.is_tapped:
+            decoded = [sequence for sequence in chunk if not sequence.is_only_scored]
+            if new := [sequence for sequence in decoded if not sequence.is_admitted]:
+                admit(self._drafter, new)
+            self._prefill(pool, {s: chunk[s] for s in decoded}, self._observe)
+            self._prefill(pool, {s: stop for s, stop in chunk.items() if s.is_only_scored}, None)
+        else:
+            self._prefill(pool, chunk, None)
         for sequence, stop in chunk.items():
             sequence.target_kv_length = stop
-        self.sequences = [s for s in self.sequences if s.target_kv_length < s.length - 1]
+        self._prefixes.keep(pool, chunk)
+        self.sequences = [s for s in self.sequences if s not in chunk or s.target_kv_length < s.length - 1]
+
+    def _prefill(
+        self, pool: PagePool, chunk: dict[Sequence, int], observe: Callable[[list[Rows], Tensor], None] | None
+    ) -> None:
+        starts = {sequence: sequence.target_kv_length for sequence in chunk}
+        prompts = {s: s.token_ids[:stop] for s, stop in chunk.items()}
+        for sequence, start in starts.items():  # after a failed step it may begin before pages that are kept
+            pool.own(sequence, start // pool.page_size)
+        unscored = {s: first for s in chunk if (first := s.first_unscored) is not None}
+        reader = LogitReader(unscored, self._score, self._most_logit_rows) if unscored else None
+        prefill(self._target, pool, prompts, starts, observe, reader)
 
     def passed(self) -> None:
         """Count a step that only prefilled as one that did not run out of memory.
@@ -104,6 +156,26 @@ class Prefilling:
         """
         if not self._begins_again and self._row_limit.most is not None:
             self._row_limit.passed()
+
+    def _score(self, rows: list[Rows], logits: Tensor) -> None:
+        """Score the tokens after some positions of prompts."""
+        sequences: list[Sequence] = [each.owner for each in rows]  # type: ignore[misc]
+        tokens = []
+        for sequence, (_, start, count, _) in zip(sequences, rows, strict=True):
+            tokens += sequence.token_ids[start + 1 : start + count + 1]
+        num_top = max(sequence.params.prompt_logprobs or 0 for sequence in sequences)
+        scores = token_scores(logits, list(range(len(tokens))), tokens, num_top, with_ranks=True)
+        first = 0
+        for sequence, (_, start, count, _) in zip(sequences, rows, strict=True):
+            found = scores.logprobs[first : first + count]
+            num_valid = next((i for i, value in enumerate(found) if isnan(value)), count)
+            known = sequence.prompt_scores
+            if known is not None and sequence.finish_reason is None:
+                assert len(known.logprobs) == start, "every position is scored once, in order"
+                known.extend(scores.part(first, first + num_valid, sequence.params.prompt_logprobs or 0))
+                if num_valid < count:
+                    sequence.fail(nan_error(start + num_valid + 1, "the prompt's next token cannot be scored"))
+            first += count
 
     def _observe(self, rows: list[Rows], hidden_states: Tensor) -> None:
         sequences: list[Sequence] = [each.owner for each in rows]  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from heapq import nlargest
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.prefilling import Prefilling
+from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.planner.budget import longest_prompt
@@ -29,9 +31,10 @@ class Pools:
 
     """
 
-    def __init__(self, target: RaggedModel, drafter: Drafter, config: EngineConfig) -> None:
+    def __init__(self, target: RaggedModel, drafter: Drafter, config: EngineConfig, prefixes: PrefixCache) -> None:
         self._target = target
         self._drafter = drafter
+        self._prefixes = prefixes
         self._page_size = config.page_size
         self._fixed_tokens = config.kv_cache_tokens
         self._has_budget = config.memory_bytes is not None
@@ -66,7 +69,7 @@ class Pools:
             KVCacheTooSmallError: it cannot.
 
         """
-        needed = request.max_length - 1
+        needed = request.num_positions
         if self._fixed_tokens is not None and self._rounded(needed) > self._rounded(self._fixed_tokens):
             positions = self._rounded(self._fixed_tokens)
             new_tokens = request.max_length - request.prompt_length
@@ -90,8 +93,8 @@ class Pools:
         is_too_large = not resident and first is not None and not self._holds(first)
         if self.is_sized and not is_too_large:
             return
-        largest = nlargest(max_resident, (s.max_length - 1 + self._spare_tokens for s in (*resident, *waiting)))
-        num_tokens = self._fixed_tokens or sum(map(self._rounded, largest))
+        largest = nlargest(max_resident, (s.num_positions + self._spare_tokens for s in (*resident, *waiting)))
+        num_tokens = self._fixed_tokens or self._num_tokens(largest, max_resident)
         # A budget counts all state slots. While slots are added, the old ones and the new ones need memory.
         num_sequences = max_resident if self._has_budget else len(largest)
         if resident:
@@ -100,9 +103,21 @@ class Pools:
             if not self.pool().holds(num_tokens, num_sequences):
                 self._grow(num_tokens, num_sequences)
         elif first is not None:
-            least = self._fixed_tokens or self._rounded(first.max_length - 1)
+            least = self._fixed_tokens or self._rounded(first.num_positions)
             self._prepare(num_tokens, num_sequences, least)
         self.is_sized = True
+
+    def _num_tokens(self, largest: list[int], max_resident: int) -> int:
+        """Return the number of positions for sequences with the ``largest`` lengths.
+
+        If pages are kept, a new pool has room for as much again, but for no more than a full window of the largest.
+        """
+        needed = sum(map(self._rounded, largest))
+        if not self._prefixes.is_on or not largest:
+            return needed
+        if self.target_pool is not None and needed <= self.target_pool.num_tokens:
+            return self.target_pool.num_tokens
+        return min(2 * needed, max_resident * self._rounded(largest[0]))
 
     def pool(self) -> PagePool:
         """Return the target's pool; ``size`` must have been called."""
@@ -116,7 +131,7 @@ class Pools:
 
     def _holds(self, sequence: Sequence) -> bool:
         pool = self.target_pool
-        return pool is not None and pool.num_pages_for(sequence.max_length - 1) <= pool.num_pages
+        return pool is not None and pool.num_pages_for(sequence.num_positions) <= pool.num_pages
 
     def _prepare(self, num_tokens: int, num_sequences: int, least: int) -> None:
         """Allocate the pools, smaller ones if there is no memory; no sequence is resident."""
@@ -134,10 +149,15 @@ class Pools:
     def _allocate(self, num_tokens: int, num_sequences: int) -> None:
         """Allocate the pools, or keep the present ones if they are large enough and no interrupted call left pages."""
         pool = self.target_pool
+        if pool is not None and pool.is_vacant and pool.num_idle_pages and not pool.holds(num_tokens, num_sequences):
+            self._grow(num_tokens, num_sequences)  # keeps the entries, if there is memory for both pools
+            pool = self.target_pool
         if pool is None or not pool.is_vacant or not pool.holds(num_tokens, num_sequences):
             pool = self.target_pool = None  # frees the old pool's memory before the new one is allocated
             target = self._target
             pool = PagePool(target.layout, num_tokens, self._page_size, target.row_padding, num_sequences)
+            if self._prefixes.is_on:
+                pool.keep_prefixes()
             self.target_pool = pool
         self._drafter.expect_sequences(num_sequences)
         self._drafter.prepare(self.pool().num_tokens, self._page_size)
@@ -171,26 +191,28 @@ class Residents:
     """The sequences of a core, those that wait and those that hold pages.
 
     A sequence gets pages for its committed tokens when it is admitted, and further pages as it grows. If a step needs
-    more pages than are free, the youngest resident sequences are preempted: they give up their pages and wait again,
-    before all others, until their tokens are prefilled anew. Recomputed KV entries have the same bits, and noise is
-    keyed by position, so preemption changes no output.
+    more pages than are free, the last resident sequences are preempted: they give up their pages and wait again until
+    their tokens are prefilled anew. Recomputed KV entries have the same bits, and noise is keyed by position, so
+    preemption changes no output.
 
-    Sequences are admitted in the order of their arrival, so every resident sequence is older than every waiting one,
-    and ``resident`` is sorted by age. The oldest one is never preempted: the pool can hold any admitted sequence alone.
-    So each step, or a later one, brings the oldest sequence closer to its end.
+    Both lists are sorted by ``Sequence.turn``, so the last sequence is the youngest of the lowest priority. Waiting
+    sequences are admitted in this order. The first resident one is never preempted: the pool can hold any admitted
+    sequence alone. So each step, or a later one, brings it closer to its end. Where priorities are equal, every
+    resident sequence is older than every waiting one; nothing is preempted to admit one of a higher priority.
 
     Only the target's pages are counted. A draft model's pool has as many, and a sequence never needs more pages there
     than its pages for the committed tokens and the draft tokens in the target's pool.
 
     Attributes:
-        waiting: sequences that hold no pages, in the order of their arrival.
-        resident: sequences that hold pages, in the order of their arrival.
+        waiting: sequences that hold no pages, in the order of their turns.
+        resident: sequences that hold pages, in the order of their turns.
 
     """
 
     def __init__(
         self,
         pools: Pools,
+        prefixes: PrefixCache,
         prefilling: Prefilling,
         scheduler: Scheduler,
         drafter: Drafter,
@@ -200,6 +222,7 @@ class Residents:
         self.waiting: deque[Sequence] = deque()
         self.resident: list[Sequence] = []
         self._pools = pools
+        self._prefixes = prefixes
         self._prefilling = prefilling
         self._scheduler = scheduler
         self._drafter = drafter
@@ -207,24 +230,36 @@ class Residents:
         # At least a step, so that what is admitted is not preempted in its first one.
         self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
 
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
+        waiting = self.waiting
+        if not waiting or waiting[-1].turn < sequence.turn:  # as most are, and a deque is slow to search
+            waiting.append(sequence)
+        elif sequence.turn < waiting[0].turn:
+            waiting.appendleft(sequence)
+        else:
+            insort(waiting, sequence, key=lambda each: each.turn)
+
     def admit(self) -> None:
         """Admit the first waiting sequences: as many as the scheduler allows and as there is room for."""
         most = self._scheduler.checked_max_resident()
+        self._prefixes.refresh(self._pools.target_pool, self.waiting, has_residents=bool(self.resident))
         self._pools.size(self.resident, self.waiting, most)
         pool = self._pools.pool()
         places = min(self._scheduler.checked_num_to_admit(len(self.resident)), most - len(self.resident))
         while self.waiting and places > 0 and self._has_room(self.waiting[0]):
             sequence = self.waiting.popleft()
             pool.add(sequence)
-            pool.allocate(sequence, sequence.length)
+            self._prefixes.share(pool, sequence)
+            pool.allocate(sequence, min(sequence.length, sequence.num_positions))
             self._prefilling.add(sequence)
             if sequence.resident_since is None:
                 sequence.resident_since = monotonic()
-            self.resident.append(sequence)
+            insort(self.resident, sequence, key=lambda each: each.turn)
             places -= 1
 
     def make_room(self, batch: list[Sequence], limits: list[int], may_branch: bool = True) -> Room:
-        """Allocate the pages that a step needs, and preempt the youngest resident sequences if too few are free.
+        """Allocate the pages that a step needs, and preempt the last resident sequences if too few are free.
 
         Trees get no more nodes than a chain has tokens, before a sequence is preempted for them. ``may_branch`` says
         whether they may have more at all.
@@ -234,15 +269,15 @@ class Residents:
         ends = [s.length + limit for s, limit in zip(batch, node_limits, strict=True)]
         num_missing = sum(map(pool.num_missing, batch, ends))
         num_preempted = 0
-        if num_missing > pool.num_free_pages and node_limits is not limits:
+        if num_missing > self._num_free(pool) and node_limits is not limits:
             return self.make_room(batch, limits, may_branch=False)
         if not num_missing:
             return Room(batch, limits, node_limits, 0)
-        while num_missing > pool.num_free_pages:
-            youngest = self.resident[-1]
-            if youngest in batch:
-                num_missing -= pool.num_missing(youngest, ends[batch.index(youngest)])
-            self._preempt(youngest)
+        while num_missing > self._num_free(pool):
+            last = self.resident[-1]
+            if last in batch:
+                num_missing -= pool.num_missing(last, ends[batch.index(last)])
+            self._preempt(last)
             num_preempted += 1
         if num_preempted:
             kept = [i for i, sequence in enumerate(batch) if sequence in self.resident]
@@ -271,21 +306,31 @@ class Residents:
     def _has_room(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence can be admitted, so that it and the resident ones can grow for a while."""
         pool = self._pools.pool()
-        if pool.num_pages_for(sequence.max_length - 1) > pool.num_pages:
+        if pool.num_pages_for(sequence.num_positions) > pool.num_pages:
             return False  # there is no memory for a larger pool: it waits until no sequence is resident
         if not self._pools.has_slot(len(self.resident)):
             return False
         needed = pool.num_pages_for(self._goal(sequence))
-        return needed + sum(pool.num_missing(s, self._goal(s)) for s in self.resident) <= pool.num_free_pages
+        needed += sum(pool.num_missing(s, self._goal(s)) for s in self.resident)
+        num_free = self._num_free(pool)
+        if needed > num_free and self._prefixes.counts_once:
+            needed -= self._prefixes.num_shared(pool, sequence)
+        return needed <= num_free
+
+    def _num_free(self, pool: PagePool) -> int:
+        """Return how many pages sequences may still get, idle ones that are kept for others among them."""
+        if not self._prefixes.is_on or self._prefixes.counts_once:
+            return pool.num_free_pages
+        return pool.num_pages - pool.num_held_pages
 
     def _goal(self, sequence: Sequence) -> int:
         """Return the number of positions up to which a sequence should be able to grow without preemption."""
-        return min(sequence.length + self._headroom, sequence.max_length - 1)
+        return min(sequence.length + self._headroom, sequence.num_positions)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Let the youngest resident sequence give up its pages and wait."""
+        """Let a resident sequence give up its pages and wait."""
         self.remove([sequence])
-        self.waiting.appendleft(sequence)
+        self.enqueue(sequence)
         sequence.target_kv_length = sequence.passed_over = 0
         sequence.is_admitted = False
         sequence.num_preemptions += 1

@@ -93,16 +93,16 @@ class RowLimit:
                 self._failed_rows = 0
 
     def fit(self, batch: list[Sequence], limits: list[int]) -> tuple[list[Sequence], list[int]]:
-        """Return the oldest sequences of a step, and their numbers of draft tokens, that are within the limit.
+        """Return the first sequences of a step by their turns, and their numbers of draft tokens, within the limit.
 
         The scheduler counts a sequence that is left out as served, so under a limit a sequence may be passed over more
-        than ``max_wait_steps`` times in a row: until the limit is raised, or older sequences have ended.
+        than ``max_wait_steps`` times in a row: until the limit is raised, or the sequences before it have ended.
         """
         if self.most is None:
             return batch, limits
         left = self.most
         kept = {}
-        for sequence, limit in sorted(zip(batch, limits, strict=True), key=lambda pair: pair[0].request_id):
+        for sequence, limit in sorted(zip(batch, limits, strict=True), key=lambda pair: pair[0].turn):
             if left:
                 kept[sequence] = min(limit, left - 1)
                 left -= kept[sequence] + 1

@@ -304,7 +304,7 @@ class SharedCore:
         with self._lock:
             core = self.core
             added = [change.request for change in self._changes]
-            kept = {*core.waiting, *core.resident, *core.failed, *added}
+            kept = {*core.waiting, *core.resident, *core.ended, *added}
             lost = [request for request in self._calls if request not in kept]
         for request in lost:
             if request.error is None:

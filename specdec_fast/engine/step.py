@@ -6,21 +6,18 @@ from collections.abc import Container
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from specdec_fast.device_copy import to_device
 from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.engine.row_limit import RowLimit
-from specdec_fast.errors import DrafterError, InvalidLogitsError, RequestError, StepError
+from specdec_fast.errors import DrafterError, InvalidLogitsError, NoAllowedTokenError, RequestError, StepError
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.results import FinishReason, StageTimer
+from specdec_fast.results import FinishReason, StageTimer, TokenScores
 from specdec_fast.runner.verification import Outcome, Verification
 from specdec_fast.speculation_length import LengthPolicy, StepObservation
 
@@ -158,74 +155,59 @@ def propose(
     return draft, depths
 
 
-def logprobs_of(
-    batch: Many[Sequence], accepted_rows: Many[Many[int]], emissions: Many[list[int]], logits: Tensor
-) -> list[list[float] | None]:
-    """Return the log-probabilities of emitted tokens for the sequences that request them, in one transfer.
-
-    Token i of a sequence's emission was chosen at its i-th accepted row of ``logits [T, vocab_size]``. A sequence that
-    requests none gets None; ``INVALID_TOKEN`` gets no value.
-    """
-    if all(sequence.logprobs is None for sequence in batch):
-        return [None] * len(batch)
-    rows: list[int] = []
-    tokens: list[int] = []
-    lengths: list[int | None] = []
-    for sequence, own, emission in zip(batch, accepted_rows, emissions, strict=True):
-        length = None
-        if sequence.logprobs is not None:
-            length = len(emission) - (emission[-1] == INVALID_TOKEN)
-            rows += own[:length]
-            tokens += emission[:length]
-        lengths.append(length)
-    values = iter(token_logprobs(logits, rows, tokens))
-    return [None if length is None else list(islice(values, length)) for length in lengths]
-
-
-def token_logprobs(logits: Tensor, rows: list[int], tokens: list[int]) -> list[float]:
-    """Return the log-probability, float32, of ``tokens[i]`` at row ``rows[i]`` of ``logits [T, vocab_size]``.
-
-    The sum over the vocabulary is computed in float32, whatever the dtype of the logits.
-    """
-    index = to_device([*rows, *tokens], logits.device).view(2, -1)
-    logprobs = logits[index[0]].float().log_softmax(dim=-1)  # [R, vocab_size]
-    return logprobs.gather(1, index[1, :, None])[:, 0].tolist()
-
-
 def commit_emissions(
-    step: Step, emissions: Many[list[int]], logprobs: Many[list[float] | None], live: Container[int]
+    step: Step,
+    emissions: Many[list[int]],
+    rows: Many[Many[int]],
+    scores: Many[TokenScores | None],
+    live: Container[int],
 ) -> list[tuple[Sequence, list[int]]]:
     """Commit the emissions of a step; return the sequences with the tokens that each emitted.
 
-    Only requests whose ids are in ``live``: the others have been cancelled, and stay as they are.
+    Only requests whose ids are in ``live``: the others have been cancelled, and stay as they are. ``rows`` are those of
+    the forward at which each sequence's tokens were chosen.
     """
     drafted = zip(step.draft.num_draft_tokens, step.depths, strict=True)
-    return [
-        (sequence, commit_emission(sequence, *counts, emission, values))
-        for sequence, counts, emission, values in zip(step.batch, drafted, emissions, logprobs, strict=True)
-        if sequence.request_id in live
-    ]
+    emitted = []
+    for sequence, counts, emission, own, values in zip(step.batch, drafted, emissions, rows, scores, strict=True):
+        if sequence.request_id in live:
+            emitted.append((sequence, commit_emission(sequence, *counts, emission, values)))
+            if emission[-1] == INVALID_TOKEN and sequence.finish_reason is None:
+                sequence.fail(_why_no_token(step.verification, own[-1], sequence))
+    return emitted
+
+
+def _why_no_token(verification: Verification, row: int, sequence: Sequence) -> RequestError:
+    """Return why nothing was chosen at a row of a verification: it cannot be, after the sequence's present tokens."""
+    if (failure := verification.failures.get(row)) is not None:
+        return failure
+    if bool(verification.logits[row].isnan().any()):
+        return nan_error(sequence.length, "no token can be chosen")
+    place = f"after {sequence.length - sequence.prompt_length} emitted tokens"
+    return NoAllowedTokenError(f"what the request allows leaves no token to choose {place}; relax its restrictions.")
 
 
 def commit_emission(
-    sequence: Sequence, num_draft_tokens: int, depth: int, emission: list[int], logprobs: list[float] | None
+    sequence: Sequence, num_draft_tokens: int, depth: int, emission: list[int], scores: TokenScores | None
 ) -> list[int]:
-    """Commit the emission of one sequence; a row of NaN logits ends the request after the tokens before it.
+    """Commit the emission of one sequence, without an ``INVALID_TOKEN`` at its end.
 
     Returns the committed tokens. ``depth`` is that of the draft: of a chain, the number of its tokens.
     """
     num_accepted = len(emission) - 1
-    valid = emission[-1] != INVALID_TOKEN
-    emission = emission if valid else emission[:-1]
-    tokens = sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth) if emission else []
-    if not valid and sequence.finish_reason is None:
-        sequence.fail(
-            InvalidLogitsError(
-                f"the target's logits after {sequence.length} tokens hold a NaN, so no token can be chosen; check "
-                "its weights, or load it in a wider dtype."
-            )
-        )
-    return tokens
+    emission = emission if emission[-1] != INVALID_TOKEN else emission[:-1]
+    if not emission:
+        return []
+    logprobs, top_logprobs = (None, None) if scores is None else (scores.logprobs, scores.top_logprobs)
+    return sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth, top_logprobs)
+
+
+def nan_error(num_tokens: int, consequence: str) -> InvalidLogitsError:
+    """Return the error of a request whose logits after so many tokens hold a NaN."""
+    return InvalidLogitsError(
+        f"the target's logits after {num_tokens} tokens hold a NaN, so {consequence}; check its weights, or load it "
+        "in a wider dtype."
+    )
 
 
 def commit_to_drafter(

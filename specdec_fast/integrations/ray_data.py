@@ -39,7 +39,7 @@ class BatchGenerator:
     Args:
         target: a name or folder, as for ``Engine``; workers load it themselves.
         draft: a name or folder, the name of a drafter, or None, as for ``Engine``.
-        config: an EngineConfig; its fields may be given as keywords instead.
+        config: an EngineConfig; its fields may be given as keywords instead. ``prefix_cache`` is on unless it is False.
         params: SamplingParams or a transformers GenerationConfig for all rows; None is greedy. Or a function that makes
             them from a row (a dict of its columns), for example ``lambda row: SamplingParams(temperature=0.8,
             seed=row["id"])``.
@@ -67,12 +67,13 @@ class BatchGenerator:
     ) -> None:
         self._prompt_options = {name: keywords.pop(name) for name in PROMPT_KEYWORDS if name in keywords}
         PromptOptions.from_keywords(self._prompt_options)
-        self._params = params if callable(params) else _with_seed(as_sampling_params(params))
+        self._params = params if callable(params) else _checked(as_sampling_params(params))
         self._prompt_column = prompt_column
         self._prefix = output_prefix
-        wants_logprobs = callable(self._params) or self._params.logprobs
-        self._added = ["text", "token_ids", "finish_reason", "error", "stats"] + ["logprobs"] * wants_logprobs
-        self.engine = Engine(target, draft, as_config(config, keywords), tokenizer=tokenizer)
+        self._added = ["text", "token_ids", "finish_reason", "error", "stats"]
+        if callable(self._params) or self._params.logprobs:
+            self._added.append("logprobs")
+        self.engine = Engine(target, draft, as_config(config, keywords).for_service(), tokenizer=tokenizer)
 
     def __call__(self, batch: Batch) -> Batch:
         """Decode the rows of a batch, and return it with the columns of the outputs.
@@ -122,7 +123,7 @@ class BatchGenerator:
     def _params_of(self, columns: Mapping[str, Any], index: int) -> SamplingParams:
         if not callable(self._params):
             return self._params
-        return _with_seed(as_sampling_params(self._params({name: column[index] for name, column in columns.items()})))
+        return _checked(as_sampling_params(self._params({name: column[index] for name, column in columns.items()})))
 
     def _decode(self, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:
         if not requests:
@@ -173,7 +174,12 @@ def sum_stats(rows: Iterable[Mapping[str, Any]], output_prefix: str = "output_")
     return total
 
 
-def _with_seed(params: SamplingParams) -> SamplingParams:
+def _checked(params: SamplingParams) -> SamplingParams:
+    """Raise InvalidParamsError for parameters with which a row has not one output, always the same."""
+    if params.n != 1:
+        raise InvalidParamsError(
+            f"n={params.n}: a row has one output; expected 1. Repeat the row (flat_map), with another seed each."
+        )
     if params.temperature > 0 and params.seed is None:
         raise InvalidParamsError(
             "the rows sample without a seed, so a row that Ray computes again would get other tokens; give each row "

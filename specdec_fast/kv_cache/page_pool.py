@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
 from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.prefix_pages import PrefixPages
 from specdec_fast.kv_cache.state_pool import StateMemory, StatePool
 
 
@@ -49,6 +50,10 @@ class PagePool:
 
     If the model has recurrent layers, every owner has a state slot too.
 
+    After ``keep_prefixes`` owners may share pages whose entries are those of the same tokens (``share``, ``keep``).
+    Such a page stays when its last owner leaves, until a page is needed and none is free. Nobody may write a page with
+    a key; an owner that has to compute its positions anew calls ``own`` before.
+
     The pool promises an owner only the pages that it holds; ``engine/residents.py`` makes room before each step.
     Whatever allocates pages raises KVCacheTooSmallError if too few are free, and allocates none then.
 
@@ -60,6 +65,7 @@ class PagePool:
             in ``tables`` and ``slots``; place 0 has no owner, and all its pages are the scratch page.
         slots: ``[places, pages * page_size]`` int32 on the host, the slot of every position of every owner.
         states: the state slots of recurrent layers, one for every place; None if the model has no such layers.
+        prefixes: the pages that are kept by what they hold; None if the pool keeps none.
 
     Args:
         layout: of the model.
@@ -97,6 +103,7 @@ class PagePool:
         self.pages = KVPages(on_host, self.num_pages + 1, page_size, self.tensors)
         self._free = list(range(self.num_pages, 0, -1))
         self._pages_of: dict[Hashable, list[int]] = {}
+        self.prefixes: PrefixPages | None = None
         # The layout of a forward indexes arrays that have one row, a place, per owner.
         self._places: dict[Hashable, int] = {}
         self._free_places: list[int] = []
@@ -110,6 +117,11 @@ class PagePool:
             self.pages = self.pages._replace(states=self.states.memory())
             self._widen_places(num_places)
 
+    def keep_prefixes(self) -> None:
+        """From now on let pages be kept, unless the model has recurrent layers, whose states are no pages."""
+        if not self.layout.states:
+            self.prefixes = PrefixPages(self.num_pages)
+
     def holds(self, num_tokens: int, num_owners: int) -> bool:
         """Return whether the pool has so many positions, and state slots for so many owners if it needs any."""
         has_slots = self.states is None or self.states.num_slots > num_owners
@@ -122,13 +134,23 @@ class PagePool:
 
     @property
     def num_free_pages(self) -> int:
-        """The number of pages that no owner holds."""
-        return len(self._free)
+        """The number of pages that no owner holds, kept ones among them."""
+        return len(self._free) + self.num_idle_pages
+
+    @property
+    def num_held_pages(self) -> int:
+        """The number of pages of all owners, those that several have counted for each."""
+        return sum(map(len, self._pages_of.values()))
+
+    @property
+    def num_idle_pages(self) -> int:
+        """The number of pages that are kept for later owners, and that no owner holds."""
+        return 0 if self.prefixes is None else len(self.prefixes.idle)
 
     @property
     def is_vacant(self) -> bool:
         """Whether no page or place is held. An interrupt may leave records that say otherwise."""
-        is_free = not self._pages_of and len(self._free) == self.num_pages
+        is_free = not self._pages_of and self.num_free_pages == self.num_pages
         return is_free and len(self._free_places) == len(self.tables) - 1  # place 0 has no owner
 
     def block_table(self, owner: Hashable) -> list[int]:
@@ -142,14 +164,22 @@ class PagePool:
         if not self._free_places:
             self._add_places(max(8, len(self.tables)) if self.states is None else 1)
         self._pages_of[owner] = []
+        if self.prefixes is not None:
+            self.prefixes.num_kept[owner] = 0
         self._places[owner] = place = self._free_places.pop()
         self.tables[place] = 0
         if self.states is not None:
             self.states.forget(place)
 
     def free(self, owner: Hashable) -> None:
-        """Free every page of ``owner``, and forget it."""
-        self._free.extend(reversed(self._pages_of.pop(owner)))
+        """Free every page of ``owner`` that no other one has and that is not kept, and forget it."""
+        pages = reversed(self._pages_of.pop(owner))
+        prefixes = self.prefixes
+        if prefixes is None:
+            self._free.extend(pages)
+        else:
+            del prefixes.num_kept[owner]
+            self._free.extend([page for page in pages if prefixes.leave(page)])
         self._free_places.append(self._places.pop(owner))
 
     def grown(self, num_tokens: int, num_owners: int = 0) -> PagePool:
@@ -170,6 +200,9 @@ class PagePool:
             larger[:, :, : self.num_pages + 1] = smaller
         pool._free = [*range(pool.num_pages, self.num_pages, -1), *self._free]
         pool._pages_of = self._pages_of
+        pool.prefixes = self.prefixes
+        if self.prefixes is not None:
+            self.prefixes.num_owners += [0] * (pool.num_pages - self.num_pages)
         pool._places = self._places
         pool._free_places = self._free_places
         pool.tables = self.tables
@@ -197,18 +230,136 @@ class PagePool:
             return
         needed = self.num_pages_for(num_tokens)
         place = self._places[owner]
-        if needed - len(pages) > len(self._free):
+        if needed - len(pages) > self.num_free_pages:
             raise KVCacheTooSmallError(
-                f"{num_tokens} KV positions need {needed} pages; the owner holds {len(pages)}, and {len(self._free)} "
-                f"of {self.num_pages} are free. Raise kv_cache_tokens, or lower max_new_tokens."
+                f"{num_tokens} KV positions need {needed} pages; the owner holds {len(pages)}, and "
+                f"{self.num_free_pages} of {self.num_pages} are free. Raise kv_cache_tokens, or lower max_new_tokens."
             )
         self.widen(needed)
-        while len(pages) < needed:
-            page = self._free.pop()
-            start = len(pages) * self.page_size
-            self.tables[place, len(pages)] = page
-            self.slots[place, start : start + self.page_size] = page * self.page_size + self._in_page
-            pages.append(page)
+        new = [self._new_page() for _ in range(needed - len(pages))]
+        self._write_place(place, len(pages), new)
+        pages += new
+
+    def num_shared(self, keys: Sequence[Hashable]) -> int:
+        """Return how many of the pages of these keys, the first ones, have an owner."""
+        prefixes = self.prefixes
+        num_pages = 0
+        if prefixes is not None:
+            for key in keys:
+                page = prefixes.page_of.get(key)
+                if page is None or not prefixes.num_owners[page]:
+                    break
+                num_pages += 1
+        return num_pages
+
+    def share(self, owner: Hashable, keys: Sequence[Hashable]) -> int:
+        """Let an owner have the pages that are kept of its first keys, in place of pages of its own.
+
+        Args:
+            owner: what it has computed of these pages is given up.
+            keys: of its first pages.
+
+        Returns:
+            The number of pages that it did not have before.
+        """
+        prefixes = self.prefixes
+        if prefixes is None:
+            return 0
+        start = prefixes.num_kept[owner]
+        found = []
+        for key in keys[start:]:
+            page = prefixes.page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        if not found:
+            return 0
+        end = start + len(found)
+        self.widen(end)
+        for page in found:
+            prefixes.take(page)
+        pages = self._pages_of[owner]
+        for page in pages[start:end]:
+            self._give_up(page)
+        pages[start:end] = found
+        self._write_place(self._places[owner], start, found)
+        prefixes.num_kept[owner] = end
+        return len(found)
+
+    def keep(self, owner: Hashable, keys: Sequence[Hashable]) -> None:
+        """Keep an owner's first pages, whose entries are computed, for others with the same keys.
+
+        Where another page has the key already, the owner gets it in place of its own, which holds the same bits.
+        """
+        prefixes = self.prefixes
+        if prefixes is None:
+            return
+        pages = self._pages_of[owner]
+        for i in range(prefixes.num_kept[owner], len(keys)):
+            page = prefixes.name(pages[i], keys[i])
+            if page != pages[i]:
+                prefixes.take(page)
+                self._give_up(pages[i])
+                pages[i] = page
+                self._write_place(self._places[owner], i, [page])
+            prefixes.num_kept[owner] = i + 1
+
+    def num_kept(self, owner: Hashable) -> int:
+        """Return how many of an owner's first pages are kept, so that it may not write them."""
+        return 0 if self.prefixes is None else self.prefixes.num_kept[owner]
+
+    def own(self, owner: Hashable, first: int) -> None:
+        """Let an owner write its pages from number ``first`` on: new ones replace those that others have as well.
+
+        The pool must have room for the pages of all owners without sharing.
+        """
+        prefixes = self.prefixes
+        if prefixes is None or prefixes.num_kept[owner] <= first:
+            return
+        pages = self._pages_of[owner]
+        for i in reversed(range(first, prefixes.num_kept[owner])):
+            if prefixes.num_owners[pages[i]] > 1:
+                prefixes.leave(pages[i])
+                pages[i] = self._new_page()
+                self._write_place(self._places[owner], i, [pages[i]])
+            else:
+                prefixes.unname(pages[i])
+            prefixes.num_kept[owner] = i
+
+    def forget_prefixes(self) -> None:
+        """Let no page have a key any more: owners have the pages that they had, and all others are free.
+
+        What the pool notes is made anew, so an interrupt in the middle of a change leaves nothing wrong behind.
+        """
+        prefixes = self.prefixes
+        if prefixes is None:
+            return
+        prefixes.forget()
+        prefixes.num_owners = [0] * (self.num_pages + 1)
+        for pages in self._pages_of.values():
+            for page in pages:
+                prefixes.num_owners[page] += 1
+        self._free = [page for page in range(self.num_pages, 0, -1) if not prefixes.num_owners[page]]
+
+    def _new_page(self) -> int:
+        if self.prefixes is None:
+            return self._free.pop()
+        page = self._free.pop() if self._free else self.prefixes.evict()
+        self.prefixes.num_owners[page] = 1
+        return page
+
+    def _give_up(self, page: int) -> None:
+        assert self.prefixes is not None
+        if self.prefixes.leave(page):
+            self._free.append(page)
+
+    def _write_place(self, place: int, first: int, pages: list[int]) -> None:
+        """Note the pages with numbers from ``first`` on of the owner at ``place``."""
+        size = self.page_size
+        end = first + len(pages)
+        self.tables[place, first:end] = pages
+        slots = self.slots[place, first * size : end * size].reshape(len(pages), size)  # a view
+        np.add(np.array(pages, np.int32)[:, None] * size, self._in_page, out=slots)
 
     def spans(self, rows: Iterable[Rows], ahead: Sequence[int] | None = None) -> Spans:
         """Allocate the pages that one forward's new positions need; a program will lay the rows out.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.request.token_masks import ALL_ALLOWED, WORD_BITS
 
 INVALID_TOKEN = -1
 
@@ -69,10 +70,18 @@ def sampled_tokens(
         for row in range(starts[b + 1] - starts[b]):
             parent = row - 1 if parents is None else int(parents[starts[b] + row])
             paths.append([*paths[parent], row] if row else [row])
+            fed = token_ids[starts[b] : starts[b + 1]][paths[row]]
             scores = logits[starts[b] + row].double()
-            if float(sampling.repetition_penalties[b]) != 1:
-                seen = torch.cat([committed, token_ids[starts[b] : starts[b + 1]][paths[row]]])
-                scores = _penalised(scores, seen, float(sampling.repetition_penalties[b]))
+            if bool(scores.isnan().any()):
+                tokens.append(INVALID_TOKEN)
+                continue
+            words = None if sampling.allowed is None else sampling.allowed[starts[b] + row]
+            if words is not None:
+                scores = _masked(scores, words)
+            scores = _adjusted(scores, committed, fed, sampling, b)
+            if words is not None and bool((words != ALL_ALLOWED).any()) and float(scores.max()) == -math.inf:
+                tokens.append(INVALID_TOKEN)
+                continue
             tokens.append(_choose(scores, sampling, b, len(paths[row]) - 1))
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
@@ -87,20 +96,52 @@ def _halves(product: Tensor) -> tuple[Tensor, Tensor]:
     return (product >> 32) & WORD_MASK, product & WORD_MASK
 
 
+def _masked(logits: Tensor, words: Tensor) -> Tensor:
+    """Make the tokens whose bits are not set impossible; see ``Sampling.allowed``."""
+    ids = torch.arange(len(logits), device=logits.device)
+    bits = words[ids // WORD_BITS] >> (ids % WORD_BITS) & 1
+    return logits.masked_fill(bits == 0, -math.inf)
+
+
+def _adjusted(logits: Tensor, committed: Tensor, fed: Tensor, sampling: Sampling, b: int) -> Tensor:
+    """Apply the biases of sequence ``b``, then its penalties, as vLLM does.
+
+    ``fed`` are the tokens of a row's path. The first of them is the last committed token, so it is counted already.
+    """
+    added = sampling.adjustments
+    if added is not None:
+        first, last = added.cu_bias[b : b + 2].tolist()
+        own = _inside(added.bias_ids[first:last], logits)
+        logits = logits.index_put(
+            (added.bias_ids[first:last][own],), added.bias_values[first:last][own], accumulate=True
+        )
+    if (repetition_penalty := float(sampling.repetition_penalties[b])) != 1:
+        logits = _penalised(logits, torch.cat([committed, fed]), repetition_penalty)
+    if added is not None:
+        emitted = torch.cat([committed[int(added.num_prompt[b]) :], fed[1:]])
+        counts = emitted[_inside(emitted, logits)].bincount(minlength=len(logits)).double()
+        logits = logits - float(added.frequency_penalties[b]) * counts
+        logits = logits - float(added.presence_penalties[b]) * (counts > 0)
+    return logits
+
+
+def _inside(ids: Tensor, logits: Tensor) -> Tensor:
+    """Return which ids belong to the vocabulary; others, as of a larger target, are ignored."""
+    return (ids >= 0) & (ids < len(logits))
+
+
 def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make seen tokens less likely, each once (Keskar et al., CTRL, arXiv 1909.05858, section 4.1).
 
-    As in transformers, a negative logit is multiplied. Ids outside the vocabulary, as a larger target's, are ignored.
+    As in transformers, a negative logit is multiplied.
     """
-    seen = seen[(seen >= 0) & (seen < len(logits))]
+    seen = seen[_inside(seen, logits)]
     before = logits[seen]
     return logits.index_put((seen,), torch.where(before < 0, before * penalty, before / penalty))
 
 
 def _choose(logits: Tensor, sampling: Sampling, b: int, depth: int) -> int:
-    """Choose one token from the penalised logits ``[vocab_size]`` (float64) of a row of sequence ``b``."""
-    if bool(logits.isnan().any()):
-        return INVALID_TOKEN
+    """Choose one token from the logits ``[vocab_size]`` (float64) of a row of sequence ``b``, which hold no NaN."""
     best = logits.max()
     temperature = float(sampling.temperatures[b])
     if temperature == 0 or not math.isfinite(best):

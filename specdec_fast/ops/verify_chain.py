@@ -12,6 +12,7 @@ from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.ops.checks import FLOATS, expect, expect_offsets, expect_tensor
 from specdec_fast.ops.registry import Op
 from specdec_fast.ops.sampling import INVALID_TOKEN, sampled_tokens
+from specdec_fast.request.token_masks import num_words
 
 __all__ = ["INVALID_TOKEN", "verify_chain"]
 
@@ -34,12 +35,17 @@ def verify_chain(
     Without ``sampling``, the target's token is the most likely one, among equals the lowest id. With ``sampling``,
     every row chooses in float64 by these rules:
 
-    1. the logits of seen tokens are divided by the repetition penalty (negative ones are multiplied), each token once;
+    1. tokens that the row's bitmask does not allow get the logit -inf;
+    2. the sequence's biases are added;
+    3. the logits of seen tokens are divided by the repetition penalty (negative ones are multiplied), each token once;
        seen tokens are the sequence's ``seen_ids`` and its tokens in rows 0 to j (in a tree, those on the path to j);
-    2. at temperature 0, or if the largest logit is infinite, the largest logit wins;
-    3. scores are the differences to the largest logit, divided by the temperature;
-    4. ``top_k``, then ``top_p``, then ``min_p`` keep scores down to a threshold, equal scores together;
-    5. the largest sum of a kept score and its noise (``ops/sampling.py``) wins, among equals the lowest id.
+    4. of emitted tokens, the frequency penalty is subtracted as often as each was emitted, then the presence penalty
+       once; emitted tokens are the ``seen_ids`` after the prompt's, which end with row 0's token, and the tokens in
+       rows 1 to j;
+    5. at temperature 0, or if the largest logit is infinite, the largest logit wins;
+    6. scores are the differences to the largest logit, divided by the temperature;
+    7. ``top_k``, then ``top_p``, then ``min_p`` keep scores down to a threshold, equal scores together;
+    8. the largest sum of a kept score and its noise (``ops/sampling.py``) wins, among equals the lowest id.
 
     Args:
         logits: ``[T, vocab_size]`` of fp32, fp16 or bf16.
@@ -50,10 +56,11 @@ def verify_chain(
             sequence's first row, which has -1. None: every row's parent is the row before it.
 
     Returns:
-        ``target_tokens [T]`` int64: the choice of each row, -1 if the row holds a NaN; ``num_accepted [B]`` int32:
-        draft tokens equal to the target's, up to the first that differs; ``next_tokens [B]`` int64: the target's token
-        after these (correction or bonus; -1 if NaN); with ``parents`` also ``accepted_rows [T]`` int32: from each
-        sequence's first row on, the accepted rows, counted from that row, in the order of their depth; then -1.
+        ``target_tokens [T]`` int64: the choice of each row, -1 if the row holds a NaN, or its bitmask forbids a token
+        and no token is left whose logit is above -inf; ``num_accepted [B]`` int32: draft tokens equal to the target's,
+        up to the first that differs; ``next_tokens [B]`` int64: the target's token after these (correction or bonus; -1
+        if there is none); with ``parents`` also ``accepted_rows [T]`` int32: from each sequence's first row on, the
+        accepted rows, counted from that row, in the order of their depth; then -1.
     """
     if sampling is None:
         best = logits.argmax(dim=-1)  # torch returns the first of equal maxima
@@ -107,6 +114,11 @@ _SAMPLING_DTYPES = {
     "seeds": torch.int64,
     "positions": torch.int64,
 }
+_ADJUSTMENT_DTYPES = {
+    "presence_penalties": torch.float64,
+    "frequency_penalties": torch.float64,
+    "num_prompt": torch.int32,
+}
 
 
 def _check(
@@ -125,7 +137,7 @@ def _check(
     expect(token_ids.is_contiguous() and cu_seqlens.is_contiguous(), "token_ids and cu_seqlens must be contiguous.")
     expect_offsets("cu_seqlens", cu_seqlens, rows, strictly=True)
     if sampling is not None:
-        _check_sampling(sampling, cu_seqlens.numel() - 1, device)
+        _check_sampling(sampling, cu_seqlens.numel() - 1, logits)
     if parents is not None:
         expect_tensor("parents", parents, (rows,), (torch.int32,), device)
         expect(parents.is_contiguous(), "parents must be contiguous.")
@@ -142,13 +154,35 @@ def _check_parents(parents: Tensor, cu_seqlens: Tensor) -> None:
         expect(is_tree, f"parents of a sequence are {above}; expected -1, and then earlier rows of that sequence.")
 
 
-def _check_sampling(sampling: Sampling, batch_size: int, device: torch.device) -> None:
+def _check_sampling(sampling: Sampling, batch_size: int, logits: Tensor) -> None:
+    device = logits.device
     for name, dtype in _SAMPLING_DTYPES.items():
         expect_tensor(name, getattr(sampling, name), (batch_size,), (dtype,), device)
     expect_tensor("seen_ids", sampling.seen_ids, (None,), (torch.int64,), device)
     expect_tensor("cu_seen", sampling.cu_seen, (batch_size + 1,), (torch.int32,), device)
-    expect(all(tensor.is_contiguous() for tensor in vars(sampling).values()), "sampling's tensors must be contiguous.")
+    tensors = [value for value in vars(sampling).values() if isinstance(value, Tensor)]
+    if sampling.allowed is not None:
+        words = num_words(logits.shape[1])
+        expect_tensor("allowed", sampling.allowed, (logits.shape[0], words), (torch.int32,), device)
+    if (added := sampling.adjustments) is not None:
+        for name, dtype in _ADJUSTMENT_DTYPES.items():
+            expect_tensor(name, getattr(added, name), (batch_size,), (dtype,), device)
+        expect_tensor("bias_ids", added.bias_ids, (None,), (torch.int64,), device)
+        expect_tensor("bias_values", added.bias_values, (added.bias_ids.numel(),), (torch.float64,), device)
+        expect_tensor("cu_bias", added.cu_bias, (batch_size + 1,), (torch.int32,), device)
+        expect_offsets("cu_bias", added.cu_bias, added.bias_ids.numel(), strictly=False)
+        tensors += vars(added).values()
+    expect(all(tensor.is_contiguous() for tensor in tensors), "sampling's tensors must be contiguous.")
     expect_offsets("cu_seen", sampling.cu_seen, sampling.seen_ids.numel(), strictly=False)
+    if added is not None:
+        _check_prompts(added.num_prompt, sampling.cu_seen)
+
+
+def _check_prompts(num_prompt: Tensor, cu_seen: Tensor) -> None:
+    """Check that prompts are no longer than the seen tokens; only on the CPU, because on a device it would wait."""
+    if num_prompt.device.type == "cpu":
+        fits = (num_prompt >= 0) & (num_prompt <= cu_seen.diff())
+        expect(bool(fits.all()), f"num_prompt is {num_prompt.tolist()}; expected at most the numbers of seen_ids.")
 
 
 OP = Op(

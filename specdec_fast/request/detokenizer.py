@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,14 @@ class Detokenizer:
     If ``decode`` raises, no more text is certain until the last token, because ``decode`` may succeed on all tokens.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         # the error of the tokenizer, if the text is incomplete because of it; None otherwise
         self.error: DetokenizationError | None = None
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._rule = rule_of(tokenizer)
+        if not skip_special_tokens:
+            self._rule = replace(self._rule, special_ids=frozenset())
         self._waits = self._rule.waits
         # The text of tokens before the window is certain. That of some tokens in the window is certain, too: they are
         # decoded with the tokens after them, because a tokenizer may join words differently at a beginning.
@@ -222,7 +226,7 @@ class Detokenizer:
         # Spaces are cleaned up later, when they are certain.
         options = {"clean_up_tokenization_spaces": False} if self._rule.cleans else {}
         with tokenizer_failures(DetokenizationError, _CANNOT_DECODE):
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True, **options)
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips, **options)
             if not isinstance(text, str):
                 raise TypeError(f"decode returned a {type(text).__name__}; expected a string")
         return text

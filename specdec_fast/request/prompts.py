@@ -152,6 +152,18 @@ def _encode_text(
         return _as_ids(tokenizer(text).input_ids)
 
 
+def encode_words(tokenizer: Any, words: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the token ids of each word, without special tokens. Raises InvalidPromptError if a word has none."""
+    found = []
+    for word in words:
+        with tokenizer_failures(InvalidPromptError, "the tokenizer failed"):
+            token_ids = _as_ids(tokenizer(word, add_special_tokens=False).input_ids)
+        if not token_ids:
+            raise InvalidPromptError("it has no tokens")
+        found.append(tuple(token_ids))
+    return found
+
+
 def _only_row(encoding: Mapping[str, Any]) -> Any:
     if not is_tokenized(encoding):
         raise InvalidPromptError(

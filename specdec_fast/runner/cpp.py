@@ -19,7 +19,7 @@ class CppRunner(EagerRunner):
 
     Args:
         program: computes forwards, drafts and verifications.
-        *eager: the arguments of ``EagerRunner``, for drafts of sequences with a repetition penalty.
+        *eager: the arguments of ``EagerRunner``, for drafts of sequences that edit logits.
 
     """
 
@@ -28,7 +28,9 @@ class CppRunner(EagerRunner):
         self._program = program
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
-        """Verify in one call; see ``EagerRunner.verify``."""
+        """Verify in one call, unless logits processors come in between; see ``EagerRunner.verify``."""
+        if plan.has_processors:
+            return super().verify(pool, plan)
         before = self._program.seconds
         spans = pool.spans(plan.rows)
         if plan.parents is not None:
@@ -38,14 +40,16 @@ class CppRunner(EagerRunner):
         )
         forward_seconds = self._program.seconds - before
         outcome = Outcome(emissions, paths)
-        return Verification(plan.counts, logits, outcome, forward_seconds, accept_seconds, plan.hidden_states)
+        return Verification(
+            plan.counts, logits, outcome, forward_seconds, accept_seconds, plan.hidden_states, plan.failures
+        )
 
     def draft(
         self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int
     ) -> Tensor:
-        """Draft in one call, unless a sequence has a repetition penalty; see ``EagerRunner.draft``."""
+        """Draft in one call, unless a sequence edits logits; see ``EagerRunner.draft``."""
         sequences = owners(rows)
-        if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
+        if any(sequence.edits_logits for sequence in sequences):
             return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size)
         spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
         choice = TokenChoice(vocab_size, sampling_of(sequences, pool.layout.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.request.token_masks import UNREAD, num_words
 from specdec_fast.runner.graphs.phases import Choices
+from specdec_fast.runner.mask_rows import read_by_masks, rows_for_drafts
 from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
@@ -55,9 +58,11 @@ def draft_chains(
     device = tokens.device
     drafted: list[Tensor] = []
     before = list(range(len(sequences)))  # the sequences of the last forward
+    paths = DraftPaths(sequences)
     for num_forwards, members in _stages(num_draft_tokens):
-        # A repetition penalty does not see what this step has drafted so far: it costs acceptance, no token.
-        sampling = sampling_of([sequences[i] for i in members], device, ahead=len(drafted))
+        # A penalty does not see what this step has drafted so far: it costs acceptance, no token.
+        own = [sequences[i] for i in members]
+        sampling = sampling_of(own, device, ahead=len(drafted), allowed=paths.masks_of(members))
         if members != before:
             kept = to_device([before.index(i) for i in members], device)
             tokens = tokens[kept]
@@ -65,12 +70,41 @@ def draft_chains(
         for batch in batches(members, len(drafted), num_forwards):
             logits, tokens, carried = forward(batch, tokens, carried)
             tokens = choose(logits, tokens, sampling)
-            sampling = sampling and after(sampling, tokens)
             drafted.append(tokens)
+            paths.add(members, tokens)
+            sampling = sampling and paths.masked(after(sampling, tokens), members)
         before = members
     if len(drafted) == min(num_draft_tokens):  # every sequence gets as many
         return torch.stack(drafted, dim=1).flatten()
     return torch.cat(drafted)[to_device(_by_sequence(num_draft_tokens), device)]
+
+
+class DraftPaths:
+    """The tokens that a step has drafted so far, for the masks of its sequences; nothing without masks."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self._sequences = sequences
+        self._reads = read_by_masks(sequences)
+        self._paths: list[list[int]] | None = None
+        if any(sequence.masks is not None for sequence in sequences):
+            self._paths = [[] for _ in sequences]
+
+    def add(self, members: list[int], tokens: Tensor) -> None:
+        """Append one token to the path of each member; if a mask reads tokens, this waits for the device."""
+        if self._paths is not None:
+            for i, token in zip(members, tokens.tolist() if self._reads else [UNREAD] * len(members), strict=True):
+                self._paths[i].append(token)
+
+    def masks_of(self, members: list[int]) -> np.ndarray | None:
+        """Return the bitmasks of the members' next rows; None if no sequence has a mask."""
+        if self._paths is None:
+            return None
+        return rows_for_drafts([self._sequences[i] for i in members], [self._paths[i] for i in members])
+
+    def masked(self, sampling: Sampling, members: list[int]) -> Sampling:
+        """Return ``sampling`` with these bitmasks."""
+        words = self.masks_of(members)
+        return sampling if words is None else replace(sampling, allowed=to_device(words, sampling.seeds.device))
 
 
 def draft_on_pages(
@@ -131,7 +165,7 @@ def chosen_tokens(
         logits: ``[N, V]``.
         vocab_size: ids below it may be chosen.
         sampling: how each sequence chooses; None: greedily.
-        token_ids: ``[N]`` int64, the token of each row. Only repetition penalties read it; None: there are none.
+        token_ids: ``[N]`` int64, the token of each row. Only penalties read it; None: there are none.
         cu_seqlens: ``[B + 1]`` int32, the first row of each sequence, and their number; None: each row is one's only.
         target_ids: ``[V]`` int64, the target's id of each id of the logits, returned in its place; None: the same.
     """
@@ -141,6 +175,10 @@ def chosen_tokens(
         logits = widened(logits, target_ids, vocab_size)
     if vocab_size < logits.shape[1]:
         logits = logits[:, :vocab_size]
+    if sampling is not None and sampling.allowed is not None:
+        words = num_words(logits.shape[1])
+        if words < sampling.allowed.shape[1]:  # a drafter may have fewer ids than the target
+            sampling = replace(sampling, allowed=sampling.allowed[:, :words].contiguous())
     if sampling is None and logits.shape[1] < _LARGE_VOCABULARY:
         return logits.argmax(dim=-1)
     if token_ids is None:
@@ -178,11 +216,11 @@ def laid_out_loop(
     """Lay out a drafting loop for a graph.
 
     Returns:
-        The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence has a
-        repetition penalty, for which there are no graphs.
+        The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence
+        edits logits, for which there are no graphs.
     """
     sequences = owners(rows)
-    if any(sequence.params.repetition_penalty != 1 for sequence in sequences):
+    if any(sequence.edits_logits for sequence in sequences):
         return None
     layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
     return layout, sampling_columns(sequences) if any(sequence.samples for sequence in sequences) else {}

@@ -16,6 +16,7 @@ from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages
+from specdec_fast.runner.processed_rows import processed_logits
 from specdec_fast.runner.verification import StepPlan, Verification
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
@@ -63,17 +64,23 @@ class EagerRunner:
         """
         trees = plan.trees
         device = plan.draft_tokens.device
-        sampling = plan.sampling()
+        plan.read_drafts()
         token_ids = _interleaved(plan, self._vocab_size)
         batch = lay_out(pool, plan.rows, token_ids, trees=trees)
         started = perf_counter()
         logits = self._forward(batch, pool, None, plan.hidden_states)
         computed = perf_counter()
+        sampling = plan.sampling()  # masks are made while a device computes the forward
         above = None if trees is None else to_device(trees.parents, device)
+        chosen_from = logits
+        failures = plan.failures
+        if plan.has_processors:
+            chosen_from, of_processors = processed_logits(plan, logits)
+            failures = failures | of_processors
         verify_chain = (self._ops.unchecked or self._ops).verify_chain
-        results = verify_chain(logits, token_ids, batch.cu_seqlens, sampling, above)
-        accept_seconds = perf_counter() - computed
-        return Verification(plan.counts, logits, results, computed - started, accept_seconds, plan.hidden_states)
+        results = verify_chain(chosen_from, token_ids, batch.cu_seqlens, sampling, above)
+        seconds = (computed - started, perf_counter() - computed)
+        return Verification(plan.counts, logits, results, *seconds, plan.hidden_states, failures)
 
     def draft(
         self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int

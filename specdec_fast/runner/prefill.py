@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,12 +15,32 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.ragged_model import RaggedModel
 
 
+class LogitReader(NamedTuple):
+    """Which logits of a prefill are wanted."""
+
+    starts: Mapping[Any, int]  # by owner, the first position whose logits are wanted; owners without one want none
+    # receives the positions of each forward whose logits are wanted, and the logits [R, vocab_size], position after
+    # position; it must read them at once
+    read: Callable[[list[Rows], Tensor], None]
+    most_rows: int  # largest number of rows of a forward
+
+    def wanted(self, rows: list[Rows]) -> list[Rows]:
+        """Return the wanted ones of a forward's positions."""
+        found = []
+        for owner, start, count, _ in rows:
+            first = max(start, self.starts.get(owner, start + count))
+            if first < start + count:
+                found.append(Rows(owner, first, start + count - first))
+        return found
+
+
 def prefill(
     model: RaggedModel,
     pool: PagePool,
     prompts: Mapping[Any, list[int]],
     starts: Mapping[Any, int] | None = None,
     observe: Callable[[list[Rows], Tensor], None] | None = None,
+    reader: LogitReader | None = None,
 ) -> None:
     """Compute the KV entries of whole prompts, several in one forward, at most ``row_padding.largest`` rows each.
 
@@ -30,14 +51,31 @@ def prefill(
         starts: number of tokens of each owner that already have entries; None: 0 for all.
         observe: receives the rows and the hidden states ``[T, taps, H]`` of each forward; None: they are not wanted.
             A model before ``use_taps`` computes none, and nothing is received.
+        reader: receives logits; None: they are not wanted.
 
     """
-    for rows, token_ids in _prefill_forwards(prompts, model.row_padding.largest, starts or {}):
+    most_rows = model.row_padding.largest
+    if reader is not None:
+        most_rows = min(most_rows, reader.most_rows)
+    for rows, token_ids in _prefill_forwards(prompts, most_rows, starts or {}):
         batch = lay_out(pool, rows, to_device(token_ids, model.layout.device))
         hidden_states = None if observe is None else model.empty_hidden_states(len(token_ids))
-        model.forward(batch, pool, batch.last_rows[:1], hidden_states)  # one row, because these logits are not used
+        wanted = [] if reader is None else reader.wanted(rows)
+        logit_rows = batch.last_rows[:1]  # one row, if no logits are used
+        if wanted:
+            logit_rows = to_device(_indices(rows, wanted), model.layout.device)
+        logits = model.forward(batch, pool, logit_rows, hidden_states)
+        if reader is not None and wanted:
+            reader.read(wanted, logits)
         if observe is not None and hidden_states is not None:
             observe(rows, hidden_states)
+
+
+def _indices(rows: list[Rows], wanted: list[Rows]) -> list[int]:
+    """Return the rows of a forward that have the wanted positions, which each owner has in one span."""
+    firsts = accumulate((each.count for each in rows), initial=0)
+    places = {each.owner: first - each.start for each, first in zip(rows, firsts, strict=False)}
+    return [places[owner] + position for owner, start, count, _ in wanted for position in range(start, start + count)]
 
 
 def _prefill_forwards(

@@ -22,7 +22,7 @@ from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
 from specdec_fast.kv_cache.layer_layout import MOST_DRAFT_TOKENS
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.model_watch import Watch, check_repeats
+from specdec_fast.model_watch import Numbers, Watch, check_repeats
 from specdec_fast.models import model_checks
 from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
@@ -85,6 +85,8 @@ class RaggedModel:
         self.program: ForwardProgram | None = None
         self.device_program: DeviceProgram | None = None
         self._watch: Watch | None = None
+        self._numbers: Numbers | None = None
+        self._structure: Watch | None = None
         self._executor, self.why_no_program = executor_for(ops, model.device)
         self._capture = capture_for(model.device)
         if enforce_eager:
@@ -231,7 +233,7 @@ class RaggedModel:
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
         hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(sequences))
-        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states)
+        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states, self.vocab_size)
         return self._runner.verify(pool, plan)
 
     def why_no_trees(self) -> str | None:
@@ -410,3 +412,17 @@ class RaggedModel:
                 f"{self.name} has changed since the engine was made: {change}; make a new Engine. (Other changes "
                 "of weights in place take effect without one.)"
             )
+
+    def has_changed(self) -> bool:
+        """Return whether it may compute other KV entries than at the last call of this method; True at the first.
+
+        Without a program its modules may have been replaced too; with one, ``expect_same_weights`` refuses that.
+        """
+        model = self.model
+        numbers = Numbers([*model.parameters(), *model.buffers()])
+        has_changed = numbers != self._numbers
+        self._numbers = numbers
+        if not self.has_program and (self._structure is None or self._structure.change() is not None):
+            self._structure = Watch(model, ())
+            has_changed = True
+        return has_changed

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,7 +15,9 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_columns, sampling_of
 from specdec_fast.device_copy import Joined, to_host
+from specdec_fast.errors import RequestError
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.mask_rows import MaskRows, mask_rows, read_by_masks
 from specdec_fast.trees.rows import TreeRows, rows_of_trees
 
 
@@ -27,6 +30,7 @@ class StepPlan:
     num_draft_tokens: list[int]  # per sequence
     parents: Tensor | None  # see Draft.parents, on the host; None: chains
     hidden_states: Tensor | None  # memory for the taps of every row, [T, taps, H]; None: they are not wanted
+    vocab_size: int  # width of the model's logits
 
     @cached_property
     def rows(self) -> list[Rows]:
@@ -45,9 +49,31 @@ class StepPlan:
         return [sequence.token_ids[-1] for sequence in self.sequences]
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether a sequence has a repetition penalty."""
-        return any(sequence.params.repetition_penalty != 1 for sequence in self.sequences)
+    def edits_logits(self) -> bool:
+        """Whether a sequence has a penalty, a bias or a mask: what has no graph."""
+        return any(sequence.edits_logits for sequence in self.sequences)
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether a sequence has logits processors, which are called between the forward and the choice."""
+        return any(sequence.params.logits_processors for sequence in self.sequences)
+
+    @cached_property
+    def masks(self) -> MaskRows | None:
+        """The bitmask of every row; None if no sequence has one. Draft tokens that a mask reads come to the host."""
+        drafted = self.drafted if read_by_masks(self.sequences) else None
+        parents = None if self.parents is None else self.parents.tolist()
+        return mask_rows(self.sequences, drafted, self.num_draft_tokens, parents, self.vocab_size)
+
+    def read_drafts(self) -> None:
+        """Bring the draft tokens to the host now, if masks will read them: later that would wait for the forward."""
+        if read_by_masks(self.sequences):
+            self.drafted  # noqa: B018 - it is kept
+
+    @cached_property
+    def drafted(self) -> list[int]:
+        """The draft tokens on the host, as ``verify_chain`` compares them."""
+        return self.draft_tokens.clamp(0, self.vocab_size - 1).tolist()
 
     @property
     def trees(self) -> TreeRows | None:
@@ -56,10 +82,16 @@ class StepPlan:
 
     def sampling(self) -> Sampling | None:
         """Return how the sequences choose, on the model's device; None: all greedily."""
-        return sampling_of(self.sequences, self.draft_tokens.device)
+        allowed = None if self.masks is None else self.masks.words
+        return sampling_of(self.sequences, self.draft_tokens.device, allowed=allowed)
+
+    @property
+    def failures(self) -> dict[int, RequestError]:
+        """By row of the forward, why nothing can be chosen there."""
+        return {} if self.masks is None else self.masks.failures
 
     def sampling_columns(self) -> dict[str, np.ndarray]:
-        """Return how sequences without repetition penalties choose, on the host; empty: all greedily."""
+        """Return how sequences without ``edits_logits`` choose, on the host; empty: all greedily."""
         return sampling_columns(self.sequences) if any(sequence.samples for sequence in self.sequences) else {}
 
 
@@ -106,6 +138,7 @@ class Verification:
         forward_seconds: of the forward alone, on the host's clock.
         accept_seconds: of choosing and accepting, as far as it is done already.
         hidden_states: ``[T, taps, H]``, the target's; None without taps.
+        failures: by row, the error of a request for which nothing could be chosen there.
 
     """
 
@@ -115,6 +148,7 @@ class Verification:
     forward_seconds: float
     accept_seconds: float
     hidden_states: Tensor | None = None
+    failures: Mapping[int, RequestError] = field(default_factory=dict)
 
     def outcome(self) -> Outcome:
         """Return what was accepted."""

@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from specdec_fast.config import expect_at_least, expect_seconds
-from specdec_fast.errors import ConfigError
+from specdec_fast.errors import ConfigError, GrammarError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import OPENAI_DEFAULTS, SamplingParams
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
@@ -32,6 +34,7 @@ from specdec_fast.server.http import (
 from specdec_fast.server.metrics import CONTENT_TYPE, Metrics
 from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
+from specdec_fast.server.tool_calls.choosing import CallReading
 from specdec_fast.service import AsyncEngine, AsyncStream
 
 _logger = logging.getLogger("specdec_fast.server")
@@ -48,6 +51,7 @@ def create_app(
     default_params: SamplingParams = OPENAI_DEFAULTS,
     stream_interval: int = 1,
     max_request_bytes: int = 4 << 20,
+    tool_call_parser: str | None = None,
 ) -> FastAPI:
     """Return an application that serves an engine; it can run by itself or be mounted in another one.
 
@@ -62,6 +66,8 @@ def create_app(
         stream_interval: least number of tokens in an event of a stream, except the first and the last event. With a
             larger number the server sends fewer events, and clients see a text later.
         max_request_bytes: largest size of a request's body.
+        tool_call_parser: how the model writes calls of functions, a name of ``server/tool_calls/formats.py``; None: as
+            the tokenizer's chat template shows.
 
     Raises:
         ConfigError: a limit is out of range, the key is empty, or an argument has a wrong type.
@@ -74,7 +80,8 @@ def create_app(
     expect_at_least("stream_interval", stream_interval, 1)
     if timeout is not None:
         expect_seconds("timeout", timeout)
-    api = _Api(engine, _checked_names(model_names, engine), timeout, default_params, stream_interval)
+    reading = CallReading(tool_call_parser, engine.engine.tokenizer, engine.engine.target.eos_token_ids)
+    api = _Api(engine, _checked_names(model_names, engine), timeout, default_params, stream_interval, reading)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -134,8 +141,10 @@ class _Api:
         timeout: float | None,
         default_params: SamplingParams,
         stream_interval: int,
+        reading: CallReading,
     ) -> None:
         self._engine = engine
+        self._reading = reading
         self._names = names
         self._timeout = timeout
         self._default_params = default_params
@@ -198,7 +207,8 @@ class _Api:
             if body.num_choices > self._engine.max_requests:  # a body of 4 MiB may ask for a hundred million
                 message = f"{body.num_choices} choices in one request; the server takes {self._engine.max_requests}."
                 return problem_response(Problem(400, message))
-            requests = body.requests(self._default_params)
+            requests = body.constrained(body.requests(self._default_params), self._reading.format)
+            answer.read_calls(self._reading)
             if len(requests) > 1:  # choices that never fit together would be answered with 429 again and again
                 prompts = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
                 await self._engine.expect_budget(prompts, timeout=self._timeout, **body.prompt_options())
@@ -208,10 +218,12 @@ class _Api:
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         except Exception as error:
-            return problem_response(_logged_problem(error))
+            return problem_response(_problem_for(body, error))
 
     async def _whole(self, answer: Answer, requests: list[tuple[Any, SamplingParams]], request: Request) -> Response:
         outputs = await unless_disconnected(request.receive, self._generate(answer, requests))
+        if any(output.prompt_logprobs is not None for output in outputs):  # of thousands of tokens, perhaps
+            return json_response(await asyncio.to_thread(answer.whole, outputs))
         return json_response(answer.whole(outputs))
 
     async def _generate(self, answer: Answer, requests: list[tuple[Any, SamplingParams]]) -> list[GenerationOutput]:
@@ -237,7 +249,7 @@ class _Api:
         chunks = merged(streams)
         if self._stream_interval > 1:
             chunks = in_pieces(chunks, self._stream_interval)
-        return EventStream(answer, streams, chunks, _logged_problem)
+        return EventStream(answer, streams, chunks, partial(_problem_for, answer.body))
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "specdec_fast"}
@@ -245,6 +257,14 @@ class _Api:
 
     def _unknown(self, name: str) -> Response:
         return problem_response(unknown_model(name, self._names))
+
+
+def _problem_for(body: RequestBody, error: Exception) -> Problem:
+    """Return what a client may know of an error of its request."""
+    problem = _logged_problem(error)
+    if isinstance(error, GrammarError) and problem.param == "structured_outputs":
+        return replace(problem, param=body.constraining_field)
+    return problem
 
 
 def _logged_problem(error: Exception) -> Problem:

@@ -157,7 +157,8 @@ class EventStream(Response):
                     await send_event(event)
                 item = await anext(self._chunks, None)
             if self._answer.body.includes_usage:
-                usage = self._answer.usage_event([len(stream.prompt_ids) for stream in self._streams])
+                prompts = [(len(stream.prompt_ids), stream.num_cached_tokens) for stream in self._streams]
+                usage = self._answer.usage_event(prompts)
                 await send_event(json.dumps(usage))
         except Exception as error:
             await send_event(json.dumps(self._to_problem(error).body()))

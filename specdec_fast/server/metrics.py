@@ -80,6 +80,7 @@ class _EngineCollector(Collector):
         """Yield the present values."""
         stats = self._engine.stats()
         decoding = stats.decoding
+        num_queried = stats.num_prompt_tokens if self._engine.engine.core.prefixes.is_on else 0
         gauges = (
             ("num_requests_running", "Requests that hold KV pages.", stats.num_running),
             ("num_requests_waiting", "Requests that wait.", stats.num_waiting),
@@ -88,6 +89,8 @@ class _EngineCollector(Collector):
         counters = (
             ("num_preemptions", "Times that a request gave up its KV pages.", stats.num_preemptions),
             ("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_queried),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
             ("generation_tokens", "Emitted tokens.", decoding.num_emitted_tokens),
             ("spec_decode_num_drafts", "Verifications with draft tokens.", decoding.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens verified.", decoding.num_draft_tokens),

@@ -13,8 +13,10 @@ from specdec_fast.errors import (
     DetokenizationError,
     EngineClosedError,
     EngineOverloadedError,
+    GrammarError,
     InvalidLogitsError,
     InvalidParamsError,
+    LogitsProcessorError,
     MissingChatTemplateError,
     NotYetSupportedError,
     PromptTooLongError,
@@ -22,6 +24,8 @@ from specdec_fast.errors import (
     RequestError,
     RequestMemoryError,
     StepError,
+    TokenMaskError,
+    UnknownTokenError,
 )
 
 INVALID = "invalid_request_error"
@@ -34,7 +38,12 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], int, str, str | None], ...] = (
     ((EngineClosedError, RequestCancelledError), 503, "service_unavailable_error", "engine_closed"),
     ((DeadlineExceededError,), 504, "timeout_error", "deadline_exceeded"),
     ((PromptTooLongError,), 400, INVALID, "context_length_exceeded"),
-    ((StepError, RequestMemoryError, InvalidLogitsError, DetokenizationError), 500, "server_error", None),
+    (
+        (StepError, RequestMemoryError, InvalidLogitsError, DetokenizationError, LogitsProcessorError, TokenMaskError),
+        500,
+        "server_error",
+        None,
+    ),
     ((RequestError, ConfigError, InvalidParamsError, NotYetSupportedError), 400, INVALID, None),
 )
 
@@ -70,7 +79,10 @@ def problem_of(error: Exception) -> Problem:
                 return Problem(status, "the step that served this request failed; see the server's log.", type_)
             if isinstance(error, MissingChatTemplateError):
                 return Problem(status, _NO_CHAT_TEMPLATE, type_, "messages", code)
-            name = re.match(r"(\w+)=", str(error)) if isinstance(error, InvalidParamsError) else None
+            is_named = isinstance(error, (InvalidParamsError, UnknownTokenError))
+            name = re.match(r"(\w+)(=|: | has the key )", str(error)) if is_named else None
+            if isinstance(error, GrammarError):
+                name = re.match(r"(\w+)", str(error))  # the field of the API; a place in it may follow
             param = name and _NAMES.get(name[1], name[1])
             return Problem(status, str(error), type_, param, code)
     return Problem(500, "the server failed; see its log.", "server_error")

@@ -11,17 +11,20 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.types import FailFast
 from pydantic_core import PydanticCustomError
 
+from specdec_fast.errors import InvalidParamsError
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.server.constraints import ToolChoice, constraint_of, tool_choice_of
+from specdec_fast.server.tool_calls.formats import ToolFormat
 from specdec_fast.server.unsupported import UNSUPPORTED, first_unsupported
 
 _logger = logging.getLogger("specdec_fast.server")
 _MOST_CHOICES = 128  # of one prompt, as in OpenAI's API
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_ONLY_EMITTED = "the engine returns the log-probability of the emitted tokens only"
+_MOST_TOP_LOGPROBS = 20  # most likely tokens at one place, as in OpenAI's chats and in vLLM
 
 
 class _FirstError(FailFast):
@@ -32,6 +35,7 @@ class _FirstError(FailFast):
 
 TokenIds = Annotated[list[int], _FirstError()]
 Strings = Annotated[list[str], _FirstError()]
+Words = Annotated[list[str | TokenIds], _FirstError()]
 Prompts = str | TokenIds | Strings | Annotated[list[TokenIds], _FirstError()]
 
 
@@ -49,7 +53,11 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, except ``num_draft_tokens``."""
+    """The fields that completions and chat share; those from ``top_k`` on are vLLM's, but for ``num_draft_tokens`` and
+    OpenAI's ``presence_penalty``, ``frequency_penalty`` and ``logit_bias``.
+
+    A higher ``priority`` is served first, unlike vLLM's.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -65,11 +73,22 @@ class RequestBody(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | Annotated[list[Any], Field(max_length=0)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Words | None = None
+    min_tokens: int | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     add_special_tokens: bool | None = None
     num_draft_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_LOGPROBS)
+    priority: int | None = None
     return_token_ids: bool | None = False
+    skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> RequestBody:
@@ -102,8 +121,8 @@ class RequestBody(BaseModel):
 
     @property
     @abstractmethod
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probabilities of its tokens."""
+    def num_top_logprobs(self) -> int | None:
+        """How many of the most likely tokens the answer has at each of its tokens; None: no log-probabilities."""
 
     def prompt_options(self) -> dict[str, Any]:
         """Return how the engine makes token ids of a prompt, as keywords of ``AsyncEngine.generate``."""
@@ -119,6 +138,48 @@ class RequestBody(BaseModel):
         n = self.n or 1
         return [(prompt, params.with_seed_offset(i)) for prompt in self.prompts for i in range(n)]
 
+    @property
+    def tool_use(self) -> ToolChoice | None:
+        """Which functions the answer may call; None: none."""
+        return None
+
+    @property
+    def constraining_field(self) -> str:
+        """The field that says what the answer must follow."""
+        if self.structured_outputs is None and self.response_format is not None:
+            return "response_format"
+        return "structured_outputs" if self.structured_outputs is not None or self.tool_use is None else "tools"
+
+    def constrained(
+        self, requests: list[tuple[Any, SamplingParams]], tool_format: ToolFormat | None
+    ) -> list[tuple[Any, SamplingParams]]:
+        """Return requests whose answers follow what the body asks for.
+
+        Args:
+            requests: of ``requests``.
+            tool_format: how the model writes calls; None if that is not known.
+
+        Raises:
+            GrammarError: what is asked for is wrong.
+            InvalidParamsError: functions may be called, and it is not known how the model does it.
+        """
+        if self.tool_use is not None and tool_format is None:
+            raise InvalidParamsError(
+                f"tools={[tool.name for tool in self.tool_use.tools]!r:.80}: the chat template shows no known format "
+                "of calls; start the server with --tool-call-parser, or send tool_choice='none'."
+            )
+        changes: dict[str, Any] = {}
+        asked = constraint_of(self.response_format, self.structured_outputs, self.tool_use, tool_format)
+        if asked is not None:
+            changes["structured_outputs"] = asked
+        if tool_format is not None and tool_format.has_special_tokens and self.reads_calls(tool_format):
+            changes["skip_special_tokens"] = False
+        return [(prompt, replace(params, **changes)) for prompt, params in requests] if changes else requests
+
+    def reads_calls(self, tool_format: ToolFormat | None) -> bool:
+        """Return whether the answer is read as text with calls in it."""
+        return False
+
     @abstractmethod
     def _check_own(self) -> None:
         """Raise the error of a field that only this kind of request has."""
@@ -127,6 +188,10 @@ class RequestBody(BaseModel):
     def _max_tokens(self, default: int) -> int:
         """Return the limit of an answer."""
 
+    def _prompt_logprobs(self) -> int | None:
+        """Return how many of the most likely tokens are wanted at each prompt token; None: no log-probabilities."""
+        return self.prompt_logprobs
+
     def _sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         given = {
             "temperature": self.temperature,
@@ -134,16 +199,27 @@ class RequestBody(BaseModel):
             "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 keeps all tokens, as in vLLM
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias or None,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words,
+            "min_tokens": self.min_tokens,
             "seed": self.seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
             "num_draft_tokens": self.num_draft_tokens,
+            "priority": self.priority,
+            "skip_special_tokens": self.skip_special_tokens,
         }
+        num_top = self.num_top_logprobs
         return replace(
             defaults,
             max_new_tokens=self._max_tokens(defaults.max_new_tokens),
-            logprobs=self.wants_logprobs,
+            logprobs=False if num_top is None else num_top,
+            prompt_logprobs=self._prompt_logprobs(),
+            n=1,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
 
@@ -152,8 +228,9 @@ class CompletionBody(RequestBody):
     """The body of ``/v1/completions``."""
 
     prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_LOGPROBS)
 
     @property
     def prompts(self) -> list[Any]:
@@ -162,17 +239,20 @@ class CompletionBody(RequestBody):
         return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether ``logprobs`` is given; 0 asks for those of the emitted tokens."""
-        return self.logprobs is not None
+    def num_top_logprobs(self) -> int | None:
+        """What ``logprobs`` says."""
+        return self.logprobs
 
     def _check_own(self) -> None:
         if not self.prompt:
             raise _refuse("prompt", "it is empty; expected at least one character, token id or prompt")
-        if self.logprobs:
-            raise _refuse("logprobs", f"{_ONLY_EMITTED}; expected 0 instead of {self.logprobs}")
-        if self.echo and self.wants_logprobs:
-            raise _refuse("echo", f"{_ONLY_EMITTED}, so echo and logprobs cannot be combined")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise _refuse("max_tokens", "it is 0, so the answer would be empty; expected 1 or more, or echo=true")
+
+    def _prompt_logprobs(self) -> int | None:
+        """Return what is wanted for ``prompt_logprobs`` or for the echo; without new tokens the prompt is scored."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, 0 if self.max_tokens == 0 else None]
+        return max((count for count in wanted if count is not None), default=None)
 
     def _max_tokens(self, default: int) -> int:
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -184,28 +264,40 @@ class ChatBody(RequestBody):
     messages: Annotated[list[dict[str, Any]], _FirstError()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_LOGPROBS)
     echo: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    _tool_use: ToolChoice | None = PrivateAttr(None)
 
     @property
     def prompts(self) -> list[Any]:
         return [self.messages]
 
     @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompt_options(self) -> dict[str, Any]:
         names = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names} | {"tools": self.tools if self.tool_use else None}
         return super().prompt_options() | {name: value for name, value in options.items() if value is not None}
 
+    @property
+    def tool_use(self) -> ToolChoice | None:
+        return self._tool_use
+
+    def reads_calls(self, tool_format: ToolFormat | None) -> bool:
+        return tool_format is not None and (self.tool_use is not None or tool_format.reads_every_answer)
+
     def _check_own(self) -> None:
-        if self.top_logprobs:
-            raise _refuse("top_logprobs", f"{_ONLY_EMITTED}; expected 0 instead of {self.top_logprobs}")
+        self._tool_use = tool_choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.top_logprobs and not self.logprobs:
+            raise _refuse("top_logprobs", "only for requests with logprobs=true")
         if self.echo:  # vLLM repeats the last message before an answer of the same role
             raise _refuse("echo", "not supported in a chat; leave it out")
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec_fast.config import EngineConfig, expect_at_least, expect_seconds
+from specdec_fast.config import EngineConfig, as_config, expect_at_least, expect_seconds
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
+from specdec_fast.engine.output import score_of
 from specdec_fast.errors import ConfigError, DeadlineExceededError, EngineClosedError, RequestCancelledError
-from specdec_fast.results import GenerationOutput
-from specdec_fast.sampling_params import as_plain
+from specdec_fast.results import GenerationOutput, ScoreOutput
+from specdec_fast.sampling_params import as_plain, scoring_params
 from specdec_fast.service.encoders import CLOSED, Encoders, UnreadPrompt
 from specdec_fast.service.receivers import Receiver
 from specdec_fast.service.requests import LiveRequests, ServedRequest, positions_of
@@ -41,7 +42,8 @@ class AsyncEngine:
     Args:
         target: the model that verifies, as for ``Engine``.
         draft: the drafter, as for ``Engine``.
-        config: as for ``Engine``; without one, ``max_prefill_tokens`` is 512.
+        config: as for ``Engine``, but ``prefix_cache`` is on unless it is False; without a config,
+            ``max_prefill_tokens`` is 512.
         tokenizer: as for ``Engine``.
         max_waiting: largest number of requests that wait, besides those that fit into the window (``window_size``).
         kv_token_budget: largest number of KV positions (prompt and ``max_new_tokens``) of all requests together,
@@ -73,7 +75,8 @@ class AsyncEngine:
             expect_at_least("kv_token_budget", kv_token_budget, 1)
         if config is None:
             keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
-        self.engine = Engine(target, draft, config, tokenizer=tokenizer, **keywords)
+        config = as_config(config, keywords).for_service()
+        self.engine = Engine(target, draft, config, tokenizer=tokenizer)
         if self.engine.target.is_sharded:
             raise ConfigError(
                 "the target is sharded over processes, and requests would reach an AsyncEngine in each at different "
@@ -156,6 +159,23 @@ class AsyncEngine:
             raise
         return output
 
+    async def score(
+        self,
+        prompt: Any,
+        *,
+        top_logprobs: int = 0,
+        priority: int = 0,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **prompt_options: Any,
+    ) -> ScoreOutput:
+        """Return the log-probabilities of a text's tokens; see ``Engine.score``.
+
+        Other arguments and errors are those of ``generate``.
+        """
+        params = scoring_params(top_logprobs, priority)
+        return score_of(await self.generate(prompt, params, request_id=request_id, timeout=timeout, **prompt_options))
+
     def stream(
         self,
         prompt: Any,
@@ -194,7 +214,9 @@ class AsyncEngine:
             return
         unread = [(UnreadPrompt(self._builder, prompt, params, prompt_options), n) for prompt, params, n in requests]
         count = lambda: sum(n * positions_of(prompt.read()) for prompt, n in unread)  # noqa: E731
-        counted = asyncio.wrap_future(self._encoders.submit(count, size=sum(prompt.size for prompt, _ in unread)))
+        size = sum(prompt.size for prompt, _ in unread)
+        compiles = any(prompt.compiles for prompt, _ in unread)
+        counted = asyncio.wrap_future(self._encoders.submit(count, size=size, compiles=compiles))
         try:
             await asyncio.wait([counted], timeout=timeout)
             if not counted.done():
@@ -259,7 +281,7 @@ class AsyncEngine:
         request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
         self._live.enter(request, request_id)
         try:
-            self._encoders.submit(self._start, request, unread, size=unread.size)
+            self._encoders.submit(self._start, request, unread, size=unread.size, compiles=unread.compiles)
         except EngineClosedError:  # another event loop has just closed the engine
             self._live.leave(request)
             raise

@@ -8,12 +8,13 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.errors import ConfigError, EngineClosedError
+from specdec_fast.errors import ConfigError, EngineClosedError, InvalidParamsError
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompt_size import SHORT, size_of
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.sampling_params import as_sampling_params
+from specdec_fast.structured_outputs.compiling import MOST_PROCESSES
 
 CLOSED = "the engine has been closed; make another one."
 _Result = TypeVar("_Result")
@@ -29,11 +30,17 @@ class UnreadPrompt:
     def __init__(self, builder: RequestBuilder, prompt: Any, params: Any, keywords: dict[str, Any]) -> None:
         self._builder = builder
         self._params = as_sampling_params(params)
+        if self._params.n != 1:
+            raise InvalidParamsError(
+                f"n={self._params.n}: an AsyncEngine decodes one text per request; expected 1. Send as many requests, "
+                "with params.choices()[i] each."
+            )
         self._options = PromptOptions.from_keywords(keywords)
         self._seed = builder.seed(self._params)
         # The caller may append its next message before the prompt is encoded.
         self._prompt = prompt.copy() if isinstance(prompt, list) else prompt
         self.size = size_of(self._prompt, self._options)  # about how much work the prompt is (``size_of``)
+        self.compiles = builder.compiles(self._params)  # whether a grammar has to be compiled
 
     def read(self) -> Sequence:
         """Encode the prompt into a sequence, which has failed if it is wrong. Raises ConfigError unless it is one."""
@@ -44,14 +51,16 @@ class UnreadPrompt:
 
 
 class Encoders:
-    """Two threads: one encodes short prompts only, so a short one never waits for one that takes seconds.
+    """Threads: one encodes short prompts only, so a short one never waits for one that takes seconds.
 
+    One takes long prompts, and as many as grammars can be compiled at once take requests that need one.
     Both use the same tokenizer. Tokenizers in Rust encode in several threads at once, and Engine's callers do so, too.
     """
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(1, "specdec_fast-encoder")
         self._long = ThreadPoolExecutor(1, "specdec_fast-long-encoder")
+        self._compiling = ThreadPoolExecutor(MOST_PROCESSES, "specdec_fast-compiling-encoder")
         self._lock = Lock()  # so that `close` sees every job that was accepted
         self._jobs: set[Future[Any]] = set()
         self._is_closed = False
@@ -61,9 +70,11 @@ class Encoders:
         """Whether a function is running or waits."""
         return bool(self._jobs)
 
-    def submit(self, function: Callable[..., _Result], *args: Any, size: int = 0) -> Future[_Result]:
+    def submit(
+        self, function: Callable[..., _Result], *args: Any, size: int = 0, compiles: bool = False
+    ) -> Future[_Result]:
         """Call a function soon, in the thread for prompts of this size. Raises EngineClosedError after ``close``."""
-        executor = self._short if size <= SHORT else self._long
+        executor = self._compiling if compiles else self._short if size <= SHORT else self._long
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError(CLOSED)
@@ -76,8 +87,8 @@ class Encoders:
         """Cancel what waits, and end the threads; wait so many seconds for what is running, which nothing can end."""
         with self._lock:
             self._is_closed = True
-        for executor in (self._short, self._long):
+        for executor in (self._short, self._long, self._compiling):
             executor.shutdown(wait=False, cancel_futures=True)
         if not wait(self._jobs.copy(), seconds).not_done:
-            for executor in (self._short, self._long):
+            for executor in (self._short, self._long, self._compiling):
                 executor.shutdown()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop, Future
 from collections import deque
+from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from specdec_fast.results import GenerationOutput, StreamChunk
@@ -13,6 +14,7 @@ from specdec_fast.results import GenerationOutput, StreamChunk
 Item = StreamChunk | GenerationOutput | Exception
 _mailboxes: WeakKeyDictionary[AbstractEventLoop, Mailbox] = WeakKeyDictionary()
 _lock = Lock()
+_T = TypeVar("_T")
 
 
 class Mailbox:
@@ -84,11 +86,16 @@ class Receiver:
 
 def merged(first: StreamChunk, second: StreamChunk) -> StreamChunk:
     """Return two successive chunks of a request as one."""
-    return StreamChunk(
-        first.index,
-        first.token_ids + second.token_ids,
-        None if first.text is None or second.text is None else first.text + second.text,
-        second.finish_reason,
-        second.error,
-        None if first.logprobs is None or second.logprobs is None else first.logprobs + second.logprobs,
+    return replace(
+        first,  # it has the scores of the prompt
+        token_ids=first.token_ids + second.token_ids,
+        text=None if first.text is None or second.text is None else first.text + second.text,
+        finish_reason=second.finish_reason,
+        error=second.error,
+        logprobs=_joined(first.logprobs, second.logprobs),
+        top_logprobs=_joined(first.top_logprobs, second.top_logprobs),
     )
+
+
+def _joined(first: list[_T] | None, second: list[_T] | None) -> list[_T] | None:
+    return None if first is None or second is None else first + second

@@ -153,4 +153,4 @@ def positions_of(sequence: Sequence) -> int:
     """Return how many KV positions a request may need. Raises the RequestError of its prompt, if that is wrong."""
     if sequence.error is not None:
         raise sequence.error
-    return sequence.max_length - 1  # the last token needs none
+    return sequence.num_positions

@@ -34,7 +34,8 @@ class ServiceStats:
     num_running: int  # requests that hold KV pages
     num_waiting: int  # requests that do not yet
     kv_usage: float  # share of the KV pages that are in use, 0 to 1; those of the engine's other callers count as well
-    num_prompt_tokens: int  # prompt tokens of the requests that took part in a step
+    num_prompt_tokens: int  # prompt tokens of the requests that took part in a step, or were scored
+    num_cached_tokens: int  # those of them whose KV entries were found in the prefix cache
     num_preemptions: int  # how often a request gave up its KV pages for others
     decoding: DecodingStats  # counts of steps, drafts and tokens of all requests
 
@@ -44,19 +45,21 @@ class Totals:
     """Counts of sequences; not for several threads at once."""
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     decoding: DecodingStats = field(default_factory=DecodingStats)
 
     def add(self, sequence: Sequence) -> None:
         """Add the counts of a sequence."""
         self.num_preemptions += sequence.num_preemptions
-        if sequence.stats.num_steps:
+        if sequence.stats.num_steps or (sequence.is_only_scored and sequence.finish_reason == "length"):
             self.num_prompt_tokens += sequence.prompt_length
+            self.num_cached_tokens += sequence.num_cached_tokens
             self.decoding.add(sequence.stats)
 
     def with_(self, sequences: Iterable[Sequence]) -> Totals:
         """Return these counts together with those of some sequences."""
-        totals = Totals(self.num_prompt_tokens, self.num_preemptions)
+        totals = Totals(self.num_prompt_tokens, self.num_cached_tokens, self.num_preemptions)
         totals.decoding.add(self.decoding)
         for sequence in sequences:
             totals.add(sequence)

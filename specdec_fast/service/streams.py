@@ -31,6 +31,12 @@ class AsyncStream:
             self._prompt_ids = sequence.token_ids[: sequence.prompt_length]
         return self._prompt_ids
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV entries were found in the prefix cache; known with the first chunk."""
+        sequence = self._request.sequence
+        return 0 if sequence is None else sequence.num_cached_tokens
+
     def __aiter__(self) -> AsyncStream:
         return self
 

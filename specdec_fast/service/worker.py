@@ -126,8 +126,15 @@ class Worker:
         pool = core.pool
         kv_usage = 0.0 if pool is None else 1 - pool.num_free_pages / pool.num_pages
         num_waiting = max(0, len(self._live) - num_running)
-        counts = (totals.num_prompt_tokens, totals.num_preemptions, totals.decoding)
-        return ServiceStats(num_running, num_waiting, kv_usage, *counts)
+        return ServiceStats(
+            num_running,
+            num_waiting,
+            kv_usage,
+            totals.num_prompt_tokens,
+            totals.num_cached_tokens,
+            totals.num_preemptions,
+            totals.decoding,
+        )
 
     def close(self) -> None:
         """Wait for both threads to end; nothing may be served any more."""

@@ -129,6 +129,10 @@ class GrowingTree:
         """Return the number of nodes on the path to a node, itself included."""
         return 0 if node == ROOT else 1 + self.depth(self._parents[node])
 
+    def path(self, node: int) -> list[int]:
+        """Return the tokens of the nodes on the path to a node, itself included; none for the root."""
+        return [] if node == ROOT else [*self.path(self._parents[node]), self._tokens[node]]
+
     def nodes(self) -> TreeNodes:
         """Return the tree."""
         nodes = depth_first(self.best(), self._parents)

@@ -67,7 +67,7 @@ def test_forwards_can_be_left_to_pytorch(in_folder, monkeypatch, prompt_ids, tar
             super().__init__(*args, **kwargs)
             made.append(self.config.enforce_eager)
 
-    monkeypatch.setattr("specdec_fast.commands.generate.Engine", Recorded)
+    monkeypatch.setattr("specdec_fast.commands.line_results.Engine", Recorded)
     monkeypatch.setattr("specdec_fast.equivalence.report.Engine", Recorded)
     flags = {"enforce-eager": ""} if enforce_eager else {}
     run_generate(
@@ -80,6 +80,42 @@ def test_forwards_can_be_left_to_pytorch(in_folder, monkeypatch, prompt_ids, tar
     # the reference, the one setting, and the control: with a reference of its own where the first one is a program's
     of_control = [True, True] if programs and not enforce_eager else [True]
     assert made == [enforce_eager, enforce_eager, *of_control]
+
+
+class MadeEngineError(Exception):
+    """Stands for an engine that need not be made."""
+
+
+@pytest.mark.parametrize("option", [None, "--prefix-cache", "--no-prefix-cache"])
+@pytest.mark.parametrize(
+    ("command", "maker", "is_on"),
+    [
+        ("generate", "commands.generate.Engine", False),
+        ("chat", "commands.chat.Engine", True),
+        ("batch", "commands.batch.Engine", True),
+        ("serve", "service.async_engine.Engine", True),
+    ],
+)
+def test_which_commands_keep_prefixes(in_folder, monkeypatch, command, maker, is_on, option):
+    configs = []
+
+    def make(target, draft, config, **others):
+        configs.append(config)
+        raise MadeEngineError
+
+    monkeypatch.setattr(f"specdec_fast.{maker}", make)
+    body = {"model": TARGET, "prompt": "Once", "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    files = {"generate": ["--prompts", write_lines(in_folder / "in.jsonl", {"prompt": "Once"})]}
+    files["batch"] = ["--input", write_lines(in_folder / "batch.jsonl", line), "--served-model-name", TARGET]
+    if command in files:
+        files[command] += ["--output", str(in_folder / "out.jsonl")]
+    if command == "serve":
+        files["serve"] = ["--port", "0"]
+    argv = [command, "--target", TARGET, "--draft", DRAFT, *files.get(command, []), *([option] if option else [])]
+    with pytest.raises(MadeEngineError):
+        main(argv)
+    assert bool(configs[0].prefix_cache) == (is_on if option is None else option == "--prefix-cache")
 
 
 def test_misspelt_number_of_draft_tokens_is_an_error(capsys):

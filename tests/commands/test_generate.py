@@ -71,6 +71,39 @@ def test_generate_samples_with_a_seed_per_line(in_folder):
     assert records[0]["token_ids"] != records[2]["token_ids"]
 
 
+def test_generate_with_restrictions(in_folder):
+    path = write_lines(in_folder / "in.jsonl", {"prompt_ids": [41, 84]})
+    words = {"target": TARGET, "draft": DRAFT, "prompts": path, "output": "out.jsonl", "max-new-tokens": 8}
+    words |= {"dtype": "float32", "presence-penalty": 1.5, "frequency-penalty": -0.5, "logit-bias": '{"7":2,"9":-1}'}
+    words |= {"allowed-token-ids": ",".join(map(str, range(300))), "bad-word": "the", "min-tokens": 3}
+    assert main(["generate", *options_of(words)]) == 0
+    (record,) = map(json.loads, Path("out.jsonl").read_text(encoding="utf-8").splitlines())
+    params = sd.SamplingParams(
+        max_new_tokens=8, presence_penalty=1.5, frequency_penalty=-0.5, logit_bias={7: 2, 9: -1},
+        allowed_token_ids=range(300), bad_words=["the"], min_tokens=3,
+    )  # fmt: skip
+    (output,) = sd.generate(TARGET, DRAFT, [[41, 84]], params, dtype="float32")
+    assert record["token_ids"] == output.raise_for_error().token_ids
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("logit-bias", "{", "--logit-bias '{': not JSON"), ("logit-bias", "[1]", "logit_bias=[1]: expected a mapping"),
+     ("min-tokens", 9, "min_tokens=9: expected an integer from 0 to max_new_tokens")],
+)  # fmt: skip
+def test_wrong_restrictions_are_refused_before_models_are_loaded(in_folder, capsys, option, value, message):
+    path = write_lines(in_folder / "in.jsonl", {"prompt_ids": [41, 84]})
+    words = {"target": "nowhere", "draft": "none", "prompts": path, "output": "out.jsonl", "max-new-tokens": 8}
+    assert main(["generate", *options_of(words | {option: value})]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_allowed_token_ids_are_numbers(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--target", "t", "--prompts", "in.jsonl", "--output", "out", "--allowed-token-ids", "1,x"])
+    assert "'1,x': expected token ids, such as 5,6,7" in capsys.readouterr().err
+
+
 # Every kind of bad line; the good ones around them must come out as if alone.
 BAD_LINES = [
     ("{not json", "not JSON"),

@@ -220,3 +220,16 @@ def test_trees_are_verified_by_graphs(pair, sampled, dtype, graphs_on_cpu):
     assert [outputs_of(engine) for _ in range(3)] == [expected] * 3
     assert engine.last_run.decoding.mean_acceptance_length > 1.5, "the trees held little of the text"
     assert any(kind.has_trees and kind.samples == sampled for kind in engine.target.graphs._graphs)
+
+
+def test_engines_with_kept_pages_emit_the_same(pair, graphs_on_cpu):
+    """A graph reads the block tables of every launch, so pages may have other places in each."""
+    prompts = [[*range(20), i] for i in range(3)] + [list(range(18))]
+    expected = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3).generate(prompts, PARAMS[0])
+    engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3, page_size=4, prefix_cache=True)
+    for _ in range(2):
+        outputs = engine.generate(prompts, PARAMS[0])
+        assert [o.raise_for_error().token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [output.num_cached_tokens for output in outputs] == [20, 20, 20, 16]
+    assert engine.describe()["graphs_captured"] > 0
+    assert engine.describe()["draft"]["graphs_captured"] > 0

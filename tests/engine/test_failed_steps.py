@@ -26,7 +26,7 @@ PLACES = {
     "forget": lambda engine: engine.core.length_policy,
     "outcome": lambda engine: Verification,
     "keep_paths": lambda engine: engine.target,
-    "logprobs_of": lambda engine: core_module,
+    "emission_scores": lambda engine: core_module,
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import specdec_fast as sd
-from specdec_fast.engine import step as commit
-from specdec_fast.engine.step import token_logprobs
+from specdec_fast.engine import scores as scoring
+from specdec_fast.engine.scores import token_scores
 from support.demo import MAX_NEW_TOKENS
 from support.grids import each_value_once
 from support.scripted import ByteTokenizer, scripted_model
@@ -116,11 +116,11 @@ def test_only_requests_that_ask_get_them(models):
 def test_one_look_up_per_step_and_none_where_no_request_asks(models, monkeypatch):
     num_rows = []
 
-    def counted(logits, rows, tokens):
+    def counted(logits, rows, tokens, *options):
         num_rows.append(len(rows))
-        return token_logprobs(logits, rows, tokens)
+        return token_scores(logits, rows, tokens, *options)
 
-    monkeypatch.setattr(commit, "token_logprobs", counted)
+    monkeypatch.setattr(scoring, "token_scores", counted)
     engine = sd.Engine(*models, tokenizer=TOKENIZER)
     prompts = [[0] * 3] * 5
     (first, *_) = engine.generate(prompts, sd.SamplingParams(max_new_tokens=12, logprobs=True))
@@ -157,10 +157,11 @@ def test_a_row_alone_has_the_bits_it_has_among_others(vocab_size, dtype):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = (8 * torch.randn(13, vocab_size, generator=generator)).to(dtype)
     tokens = torch.randint(0, vocab_size, (13,), generator=generator).tolist()
-    together = token_logprobs(logits, list(range(13)), tokens)
-    assert together == [token_logprobs(logits[i : i + 1].clone(), [0], [token])[0] for i, token in enumerate(tokens)]
+    together = token_scores(logits, list(range(13)), tokens).logprobs
+    for i, token in enumerate(tokens):
+        assert token_scores(logits[i : i + 1].clone(), [0], [token]).logprobs == together[i : i + 1]
     some = [11, 3, 4]
-    assert token_logprobs(logits, some, [tokens[i] for i in some]) == [together[i] for i in some]
+    assert token_scores(logits, some, [tokens[i] for i in some]).logprobs == [together[i] for i in some]
     assert len(set(together)) > 10
     exact = logits.double().log_softmax(dim=-1)[range(13), tokens]
     theirs = logits.float().log_softmax(dim=-1)[range(13), tokens].double()

@@ -58,12 +58,12 @@ def rows_of(place, args):
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize(
-    ("place", "most"), [("verify_step", 1), ("verify_step", 7), ("propose", 1), ("admit", 2), ("logprobs_of", 3)]
+    ("place", "most"), [("verify_step", 1), ("verify_step", 7), ("propose", 1), ("admit", 2), ("emission_scores", 3)]
 )
 def test_a_step_is_repeated_with_fewer_rows(pair, expected, monkeypatch, place, most, method, error, ahead):
     monkeypatch.setattr(EngineCore, "_overlap", ahead)
     engine = sd.Engine(*pair, max_batch_size=4, method=method)
-    owner = {"verify_step": engine.target, "logprobs_of": core_module}.get(place, engine.drafter)
+    owner = {"verify_step": engine.target, "emission_scores": core_module}.get(place, engine.drafter)
     wrap(monkeypatch, owner, place, lambda *args: error if rows_of(place, args) > most else None)
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [results(output.raise_for_error()) for output in outputs] == expected
@@ -195,7 +195,7 @@ def test_a_cancelled_request_that_lacks_memory_alone_is_not_returned(pair, monke
     core.step()
     assert core.cancel(number)
     errors = [ERRORS["gpu"]]
-    wrap(monkeypatch, core_module, "logprobs_of", lambda *args: errors.pop() if errors else None)
+    wrap(monkeypatch, core_module, "emission_scores", lambda *args: errors.pop() if errors else None)
     outputs = []
     while core.has_work:
         outputs += core.step()

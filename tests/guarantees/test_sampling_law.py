@@ -143,7 +143,9 @@ def test_single_draws_follow_the_law(backend):
     base = Chain(NEUTRAL).sampling(torch.zeros(n, 1, dtype=torch.int64), torch.ones(n, dtype=torch.int64))
     for keys in ({"seeds": torch.arange(n)}, {"seeds": torch.full((n,), 7), "positions": torch.arange(n)}):
         sampling = replace(base, **keys, seen_ids=base.seen_ids[:0], cu_seen=torch.zeros(n + 1, dtype=torch.int32))
-        sampling = Sampling(**{name: tensor.to(device) for name, tensor in vars(sampling).items()})
+        sampling = Sampling(
+            **{name: tensor.to(device) for name, tensor in vars(sampling).items() if tensor is not None}
+        )
         cu_seqlens = torch.arange(n + 1, dtype=torch.int32, device=device)
         token_ids = torch.zeros(n, dtype=torch.int64, device=device)
         rows = logits.expand(n, -1).contiguous().to(device)

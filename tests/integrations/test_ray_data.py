@@ -43,6 +43,14 @@ def test_rows_get_the_outputs_of_the_engine_and_keep_their_columns(worker, plain
     assert "output_logprobs" not in found
 
 
+def test_prompts_that_begin_alike_share_pages_unless_the_config_says_otherwise(worker):
+    prompts = np.array([[*range(40), i] for i in range(2)])
+    for _ in range(2):
+        worker({"prompt": prompts})
+    assert worker.engine.last_run.num_cached_tokens == 2 * 32
+    assert BatchGenerator(*PAIR, params=LIMIT, prefix_cache=False).engine.config.prefix_cache is False
+
+
 @pytest.mark.parametrize("as_array", [True, False])
 def test_prompts_may_be_ids(worker, plain, prompts, as_array):
     ids = [plain.encode(prompt) for prompt in prompts[:3]]
@@ -107,6 +115,15 @@ def test_a_row_whose_parameters_are_wrong_fails_alone(prompts):
     found = worker({"limit": np.array([3, 0]), "prompt": np.array(prompts[:2])})
     assert list(found["output_finish_reason"]) == ["length", "error"]
     assert "max_new_tokens=0" in found["output_error"][1]
+
+
+def test_several_texts_of_a_row_are_refused(prompts):
+    with pytest.raises(sd.InvalidParamsError, match="n=2: a row has one output"):
+        BatchGenerator(*PAIR, params=sd.SamplingParams(n=2))
+    worker = BatchGenerator(*PAIR, params=lambda row: sd.SamplingParams(max_new_tokens=2, n=int(row["n"]), logprobs=2))
+    found = worker({"prompt": np.array(prompts[:2]), "n": np.array([2, 1])})
+    assert "n=2: a row has one output" in found["output_error"][0]
+    assert [len(each) for each in found["output_logprobs"]] == [0, 2]
 
 
 def test_sampling_without_a_seed_is_refused(prompts):

@@ -32,6 +32,7 @@ FEW = {
     "quantized_linear": r"bf16_(int4_16x8|int8_a8_16x8)",
     "realign_kv": r"16bit_dim128$",
     "sampling": r"(rows_trees|pick_50_tiles)",
+    "sampling_edits": r"(widen_bf16_masked|bias|penalties)$",
     "selective_scan_rows": "bf16_16_skip",
     "verify_chain": r"(chunk_bf16_|accept_19_chunks|walk)",
 }
@@ -88,7 +89,7 @@ def test_the_committed_report_has_every_kernel():
 def test_every_kernel_file_is_compiled_for_every_target(report, request):
     compiled = {(row["kernel"].split(".")[0], row["target"]) for row in report["kernels"]}
     files = {module.rpartition(".")[2] for module, _ in TRITON_FUNCTIONS.values()}
-    files.add("sampling")  # part of verify_chain
+    files |= {"sampling", "sampling_edits"}  # parts of verify_chain
     if request.node.callspec.id == "all":
         files.add("fused_linears")  # generated
     assert compiled == {(file, target) for file in files for target in report["targets"]}

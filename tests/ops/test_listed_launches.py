@@ -45,6 +45,14 @@ def sampled_args(vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     return {**verify_args(vocab_size, dtype), "sampling": sampling}
 
 
+def edited_args(case: str, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    args = make("verify_chain", case, dtype)
+    logits = torch.empty(len(args["logits"]), vocab_size, dtype=dtype)
+    allowed = torch.empty(len(logits), -(-vocab_size // 32), dtype=torch.int32)
+    sampling = replace(args["sampling"], allowed=None if args["sampling"].allowed is None else allowed)
+    return {**args, "logits": logits, "sampling": sampling}
+
+
 def compact_args(page_size: int, heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     args = make("compact_kv_", "accepted_path", dtype)
     return {**args, "kv_cache": torch.empty(2, 2, 9, page_size, heads, head_dim, dtype=dtype)}
@@ -118,7 +126,8 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
         lambda dtype, v=v, args=args: args(v, dtype)
         for args in (verify_args, sampled_args)
         for v in (32_000, 151_936, 262_144)
-    ],
+    ]
+    + [lambda dtype, case=case: edited_args(case, 151_936, dtype) for case in ("masked", "adjusted", "edited_trees")],
     "linear": [
         lambda dtype, i=i, o=o, bias=bias: linear_args(i, o, bias, dtype)
         for i, o, bias in (

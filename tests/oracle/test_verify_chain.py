@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.batch.sampling_batch import Adjustments, Sampling
 from specdec_fast.ops import all_ops
 from support.fuzzing import fuzz
 from support.grids import each_value_once, grid
@@ -70,7 +70,7 @@ def verify_trees_by_hand(
         for path in paths_of(range(start, stop), parents[start:stop].tolist()):
             chain = torch.tensor(path)
             ends = torch.tensor([0, len(chain)], dtype=torch.int32)
-            rule = None if sampling is None else only(sampling, b)
+            rule = None if sampling is None else only(sampling, b, list(path))
             targets.append(verify_by_hand(logits[chain], token_ids[chain], ends, rule)[0][-1])
         path, row = [], start
         while True:
@@ -86,12 +86,23 @@ def verify_trees_by_hand(
     return targets, num_accepted, next_tokens, accepted_rows
 
 
-def only(sampling: Sampling, b: int) -> Sampling:
-    """``sampling`` of sequence b alone."""
-    own = {name: value[b : b + 1] for name, value in vars(sampling).items() if name not in ("seen_ids", "cu_seen")}
+def only(sampling: Sampling, b: int, rows: list[int]) -> Sampling:
+    """How sequence ``b`` alone chooses in some of its rows."""
+    ragged = ("seen_ids", "cu_seen", "bias_ids", "bias_values", "cu_bias", "adjustments", "allowed")
+    own = {name: value[b : b + 1] for name, value in vars(sampling).items() if name not in ragged}
     first, last = sampling.cu_seen[b : b + 2].tolist()
     cu_seen = torch.tensor([0, last - first], dtype=torch.int32)
-    return Sampling(**own, seen_ids=sampling.seen_ids[first:last], cu_seen=cu_seen)
+    if (added := sampling.adjustments) is not None:
+        biases = slice(*added.cu_bias[b : b + 2].tolist())
+        columns = {name: value[b : b + 1] for name, value in vars(added).items() if name not in ragged}
+        own["adjustments"] = Adjustments(
+            **columns,
+            bias_ids=added.bias_ids[biases],
+            bias_values=added.bias_values[biases],
+            cu_bias=torch.tensor([0, biases.stop - biases.start], dtype=torch.int32),
+        )
+    allowed = None if sampling.allowed is None else sampling.allowed[rows]
+    return Sampling(**own, seen_ids=sampling.seen_ids[first:last], cu_seen=cu_seen, allowed=allowed)
 
 
 @each_value_once
@@ -187,8 +198,10 @@ def test_a_chain_described_as_a_tree(case, backend):
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Sampling):
-        return replace(value, **{name: tensor.to(device) for name, tensor in vars(value).items()})
+    if value is None:
+        return None
+    if isinstance(value, (Sampling, Adjustments)):
+        return replace(value, **{name: moved(tensor, device) for name, tensor in vars(value).items()})
     return value.to(device)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -31,7 +31,18 @@ OUT_OF_RANGE = [
     ("stop", ("",)), ("stop", ("a", 3)), ("stop", 5),
     ("stop_token_ids", (-1,)), ("stop_token_ids", (1.0,)), ("stop_token_ids", ("</s>",)),
     ("stop_token_ids", (True,)), ("stop_token_ids", 2), ("temperature", 10**400), ("repetition_penalty", 10**400),
-    *((name, value) for name in ("ignore_eos", "logprobs") for value in ("false", 0, 1, None, NAN)),
+    *(("ignore_eos", value) for value in ("false", 0, 1, None, NAN)),
+    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in ("false", -1, 1.0, NAN, (1,))),
+    ("logprobs", None), ("prompt_logprobs", True), ("n", 0), ("n", -1), ("n", True), ("n", 1.0), ("n", None),
+    ("n", 16_385), ("priority", "high"), ("priority", 1.5), ("priority", True), ("priority", None),
+    ("priority", 2**63), ("priority", -(2**63) - 1),
+    ("presence_penalty", 2.1), ("presence_penalty", NAN), ("presence_penalty", "1"), ("frequency_penalty", -2.1),
+    ("frequency_penalty", True), ("frequency_penalty", None), ("logit_bias", {1: NAN}), ("logit_bias", {1: math.inf}),
+    ("logit_bias", {-1: 1.0}), ("logit_bias", [1]), ("logit_bias", {1: "2"}), ("allowed_token_ids", ()),
+    ("allowed_token_ids", (-1,)), ("allowed_token_ids", ("a",)), ("allowed_token_ids", 5), ("bad_words", ("",)),
+    ("bad_words", (" ",)), ("bad_words", ((),)), ("bad_words", ((1, -2),)), ("bad_words", (3,)), ("bad_words", 3),
+    ("min_tokens", -1), ("min_tokens", 129), ("min_tokens", 1.0), ("min_tokens", True), ("min_tokens", None),
+    ("logits_processors", ("x",)), ("logits_processors", 3),
 ]  # fmt: skip
 
 
@@ -42,6 +53,81 @@ def test_params_out_of_range(name, value):
     assert name in str(caught.value), "names the field"
     assert repr(value) in str(caught.value), "shows the value"
     assert "expected" in str(caught.value), "says what is accepted"
+
+
+def test_no_new_tokens_only_to_score_a_prompt():
+    assert sd.SamplingParams(max_new_tokens=0, prompt_logprobs=0).max_new_tokens == 0
+    with pytest.raises(InvalidParamsError, match=r"max_new_tokens=0: expected .*or 0, if prompt_logprobs"):
+        sd.SamplingParams(max_new_tokens=0, logprobs=True)
+    with pytest.raises(InvalidParamsError, match="max_new_tokens=-1: expected"):
+        sd.SamplingParams(max_new_tokens=-1, prompt_logprobs=0)
+
+
+def test_how_many_of_the_most_likely_tokens():
+    found = {value: sd.SamplingParams(logprobs=value) for value in (False, True, 3)}
+    assert [params.num_top_logprobs for params in found.values()] == [0, 0, 3]
+    assert sd.SamplingParams(logprobs=0).logprobs is True, "as in vLLM"
+    assert sd.SamplingParams(logprobs=np.int64(2), prompt_logprobs=np.int64(1)).num_top_logprobs == 2
+
+
+def test_each_text_of_a_prompt_has_a_seed():
+    last = sd.SamplingParams(n=3, seed=2**63 - 2).choices()
+    assert [params.seed for params in last] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert [params.seed for params in sd.SamplingParams(n=2).choices()] == [None, None]
+
+
+def test_texts_of_a_generation_config():
+    given = GenerationConfig(do_sample=True, num_return_sequences=3)
+    assert sd.SamplingParams.from_generation_config(given).n == 3
+
+
+def test_biases_words_and_ids_of_every_form():
+    function = max
+    params = sd.SamplingParams(
+        logit_bias={"5": 1, np.int64(7): np.float32(0.5)}, allowed_token_ids=np.array([3, 4]), bad_words="word",
+        logits_processors=function,
+    )  # fmt: skip
+    assert params.logit_bias == {5: 1, 7: 0.5}
+    assert (params.allowed_token_ids, params.bad_words, params.logits_processors) == ((3, 4), ("word",), (function,))
+    assert sd.SamplingParams(bad_words=[[1, 2], "x", range(3)]).bad_words == ((1, 2), "x", (0, 1, 2))
+    none = sd.SamplingParams(logit_bias=None, bad_words=None, logits_processors=None)
+    assert none == sd.SamplingParams()
+    assert hash(params) == hash(replace(params, logit_bias={}))
+
+
+@pytest.mark.parametrize("key", ["a", 1.5, None, True, "-1", "9" * 30], ids=repr)
+def test_keys_of_biases_are_token_ids(key):
+    with pytest.raises(InvalidParamsError, match="logit_bias has the key"):
+        sd.SamplingParams(logit_bias={key: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "one_more"),
+    [
+        ("logit_bias", dict.fromkeys(range(16_384), 1.0), dict.fromkeys(range(16_385), 1.0)),
+        ("bad_words", ["a"] * 4096, ["a"] * 4097),
+        ("bad_words", ["a" * 65_536], ["a" * 65_536, [1]]),
+    ],
+    ids=["biases", "words", "characters"],
+)
+def test_what_a_request_restricts_has_a_limit(name, most, one_more):
+    sd.SamplingParams(**{name: most})
+    with pytest.raises(InvalidParamsError, match=f"{name}=.*expected at most") as caught:
+        sd.SamplingParams(**{name: one_more})
+    assert len(str(caught.value)) < 1000
+
+
+def test_restrictions_of_a_generation_config():
+    given = GenerationConfig(
+        min_new_tokens=3, bad_words_ids=[[4], [5, 6]], suppress_tokens=[7], sequence_bias={(8,): 1.5}, max_new_tokens=9
+    )
+    assert sd.SamplingParams.from_generation_config(given) == sd.SamplingParams(
+        max_new_tokens=9, min_tokens=3, bad_words=[[4], [5, 6], [7]], logit_bias={8: 1.5}
+    )
+    given = GenerationConfig(sequence_bias={(8, 9): 1.5}, no_repeat_ngram_size=2)
+    params = sd.SamplingParams.from_generation_config(given)
+    names = [type(processor).__name__ for processor in params.logits_processors]
+    assert names == ["SequenceBiasLogitsProcessor", "NoRepeatNGramLogitsProcessor"]
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
@@ -160,8 +246,8 @@ def test_stop_token_ids_add_to_eos(ignore_eos, stop_ids):
 # Each changes which tokens come out, and has no counterpart here.
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 4), ("max_length", 30), ("min_new_tokens", 3), ("no_repeat_ngram_size", 2),
-     ("bad_words_ids", [[4]]), ("sequence_bias", {(4,): 1.0})],
+    [("num_beams", 4), ("max_length", 30), ("forced_eos_token_id", 3), ("begin_suppress_tokens", [2]),
+     ("guidance_scale", 1.5)],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_generation_config_with_a_field_unknown_here_is_refused(name, value):

@@ -59,7 +59,12 @@ def test_a_whole_completion(tokenizer, ids):
     body = completion(tokenizer, logprobs=0, return_token_ids=True).whole([output(tokenizer, ids)])
     (choice,) = body["choices"]
     assert (body["id"], body["object"], body["model"]) == ("cmpl-1", "text_completion", "model")
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": len(ids), "total_tokens": 3 + len(ids)}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": len(ids),
+        "total_tokens": 3 + len(ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert (choice["text"], choice["finish_reason"], choice["index"]) == (tokenizer.decode(ids), "length", 0)
     assert (choice["token_ids"], choice["prompt_token_ids"]) == (ids, [5, 6, 7])
     found = choice["logprobs"]
@@ -154,7 +159,7 @@ def test_events_add_up_to_the_whole_answer(tokenizer, ids, kind, with_usage):
         content = "".join(choice["delta"].get("content", "") for choice in choices)
         assert content == expected["message"]["content"]
         assert joined(choice["logprobs"]["content"] for choice in choices) == expected["logprobs"]["content"]
-    usage = answer.usage_event([3])
+    usage = answer.usage_event([(3, 0)])
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
 
 
@@ -172,14 +177,14 @@ def test_the_json_of_events_is_that_of_their_bodies(tokenizer, kind, shows):
             chunk = sd.StreamChunk(index, [i, 7], text, "stop" if text == "end" else None, None, logprobs)
             body = answers[0].event(index, chunk, [5, 6])
             assert answers[1].event_json(index, chunk, [5, 6]) == (None if body is None else json.dumps(body))
-    assert answers[0].usage_event([2, 2]) == answers[1].usage_event([2, 2])
+    assert answers[0].usage_event([(2, 1), (2, 2)]) == answers[1].usage_event([(2, 1), (2, 0)])
 
 
 def test_a_chunk_without_text_makes_no_event_but_counts(tokenizer):
     answer = completion(tokenizer, stream=True)
     assert answer.event(0, sd.StreamChunk(0, [1], ""), [5]) is None
     assert answer.event(0, sd.StreamChunk(0, [2], "a", "stop"), [5])["choices"][0]["text"] == "a"
-    assert answer.usage_event([1])["usage"]["completion_tokens"] == 2
+    assert answer.usage_event([(1, 0)])["usage"]["completion_tokens"] == 2
 
 
 def test_an_engine_without_a_tokenizer_answers_with_token_ids():

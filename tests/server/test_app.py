@@ -41,8 +41,12 @@ def streamed(exchange):
         ({"temperature": 0.9, "seed": 3, "top_p": 0.9, "top_k": 50}, {"temperature": 0.9, "top_p": 0.9, "top_k": 50}),
         ({"temperature": 0, "stop": [" the", "."], "max_tokens": 40}, {"stop": (" the", "."), "max_new_tokens": 40}),
         ({"temperature": 0, "logprobs": 0, "ignore_eos": True}, {"logprobs": True, "ignore_eos": True}),
+        (
+            {"temperature": 0, "presence_penalty": 1, "logit_bias": {"41": 3}, "bad_words": ["the"], "min_tokens": 9},
+            {"presence_penalty": 1, "logit_bias": {41: 3}, "bad_words": ["the"], "min_tokens": 9},
+        ),
     ],
-    ids=["greedy", "short", "sampled", "stop", "logprobs"],
+    ids=["greedy", "short", "sampled", "stop", "logprobs", "restricted"],
 )
 def test_completions_have_the_tokens_of_the_engine(app, engine, fields, params, stream):
     body = {"model": MODEL, "prompt": PROMPTS[:2], "return_token_ids": True, **fields, "n": 2}
@@ -143,3 +147,32 @@ def test_models_are_listed_by_name(app):
 def test_wrong_settings_of_an_application(engine, wrong, message):
     with pytest.raises(sd.ConfigError, match=message):
         create_app(engine, **wrong)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_has_the_prompt_tokens_that_were_found(make_engine, stream):
+    """At first by the second text of the prompt alone, whose tokens do not count; then by both."""
+    app = create_app(make_engine(max_batch_size=4), model_names=[MODEL])
+    body = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 4, "n": 2, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    found = []
+    for _ in range(2):
+        (exchange,) = served(app, ("/v1/completions", body))
+        usage = streamed(exchange)[1] if stream else exchange.json["usage"]
+        assert usage["prompt_tokens"] == 40
+        found.append(usage["prompt_tokens_details"])
+    assert found == [{"cached_tokens": 0}, {"cached_tokens": 32}]
+    (metrics,) = served(app, ("/metrics", None))
+    values = dict(line.rsplit(" ", 1) for line in metrics.body.decode().splitlines() if not line.startswith("#"))
+    labels = f'{{model_name="{MODEL}"}}'
+    assert float(values[f"specdec_fast:prefix_cache_queries_total{labels}"]) == 160
+    assert float(values[f"specdec_fast:prefix_cache_hits_total{labels}"]) == 96
+
+
+def test_an_engine_without_a_prefix_cache_looks_nothing_up(make_engine):
+    app = create_app(make_engine(max_batch_size=4, prefix_cache=False), model_names=[MODEL])
+    body = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 4}
+    *answers, metrics = served(app, ("/v1/completions", body), ("/v1/completions", body), ("/metrics", None))
+    assert [a.json["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers] == [0, 0]
+    assert b'prefix_cache_queries_total{model_name="demo"} 0.0' in metrics.body

@@ -13,11 +13,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Literal
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
@@ -47,6 +49,7 @@ def server(folder):
     """A process of ``specdec-fast serve``; ``url`` is where it listens."""
     options = ["--target", str(folder), "--draft", str(demo_pair() / "draft"), "--dtype", "float32", "--port", "0"]
     options += ["--served-model-name", "demo", "--max-waiting", "200", "--shutdown-timeout", "60", "--batch-size", "4"]
+    options += ["--tool-call-parser", "hermes"]
     options.append("--no-access-log")  # nobody reads the pipes, which must not fill
     environment = {**os.environ, "SPECDEC_API_KEY": KEY, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "specdec_fast", "serve", *options]
@@ -110,6 +113,10 @@ def test_completions_of_the_synchronous_client(client, reference):
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, expected.finish_reason)
     assert answer.choices[0].logprobs.token_logprobs == expected.logprobs
     assert answer.usage.completion_tokens == len(expected.token_ids)
+    echo = client.completions.create(**FIELDS, logprobs=1, echo=True, max_tokens=0).choices[0]
+    assert (echo.text, echo.logprobs.token_logprobs[0], echo.logprobs.top_logprobs[0]) == (PROMPT, None, None)
+    scored = reference(PROMPT, prompt_logprobs=1)
+    assert echo.logprobs.token_logprobs == scored.prompt_logprobs
     stream = client.completions.create(**FIELDS, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
@@ -134,7 +141,7 @@ def test_errors_of_the_client(client, server):
     for error, fields in (
         (openai.NotFoundError, FIELDS | {"model": "gpt-4"}),
         (openai.BadRequestError, FIELDS | {"temperature": -1}),
-        (openai.BadRequestError, FIELDS | {"logprobs": 5}),
+        (openai.BadRequestError, FIELDS | {"logprobs": 21}),
         (openai.BadRequestError, FIELDS | {"prompt": "word " * 4000}),
     ):
         with pytest.raises(error) as caught:
@@ -291,3 +298,42 @@ def test_without_the_extra_the_command_says_so(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "specdec_fast.server.app", None)
     assert main(["serve", "--target", str(folder), "--draft", "none", "--port", "0"]) == 2
     assert "pip install '.[serve]'" in capsys.readouterr().err
+
+
+class Egg(BaseModel):
+    """An egg."""
+
+    size: Literal["S", "M", "L"]
+    fresh: bool
+
+
+def test_answers_that_follow_a_pydantic_model(client):
+    pytest.importorskip("xgrammar")
+    request = {"model": "demo", "messages": HELLO, "temperature": 0, "max_tokens": 300}
+    parsed = client.chat.completions.parse(response_format=Egg, **request)
+    assert isinstance(parsed.choices[0].message.parsed, Egg)
+    tools = {"tools": [openai.pydantic_function_tool(Egg)], "tool_choice": "required", "parallel_tool_calls": False}
+    called = client.chat.completions.parse(**request, **tools)
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Egg)
+    with client.chat.completions.stream(**request, **tools) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].finish_reason == "tool_calls"
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == called.choices[0].message.tool_calls[0].function.parsed_arguments
+
+
+def test_a_schema_that_cannot_be_served_is_a_bad_request(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="demo", messages=HELLO, extra_body={"structured_outputs": {"json": {"items": {"type": "x"}}}}
+        )
+    assert caught.value.param == "structured_outputs"
+    assert "#/items/type" in str(caught.value)
+
+
+@pytest.mark.skipif("CLIENTS_PYTHON" not in os.environ, reason="make test-clients installs the clients of others")
+def test_other_clients(server):
+    """``instructor``, ``litellm`` and ``langchain-openai``, in an environment of their own."""
+    command = [os.environ["CLIENTS_PYTHON"], str(ROOT / "tests/support/other_clients.py"), f"{server.url}/v1", KEY]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert json.loads(found.stdout.splitlines()[-1]) == {}

@@ -41,6 +41,12 @@ def test_every_field_reaches_the_engine():
         top_k=5,
         min_p=0.1,
         repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"7": -100, "8": 2.5},
+        allowed_token_ids=[3, 7],
+        bad_words=["x", [3, 4]],
+        min_tokens=2,
         seed=4,
         stop=["a", "b"],
         stop_token_ids=[3],
@@ -58,6 +64,12 @@ def test_every_field_reaches_the_engine():
         top_k=5,
         min_p=0.1,
         repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={7: -100, 8: 2.5},
+        allowed_token_ids=(3, 7),
+        bad_words=("x", (3, 4)),
+        min_tokens=2,
         seed=4,
         stop=("a", "b"),
         stop_token_ids=(3,),
@@ -110,6 +122,33 @@ def test_choices_have_seeds_of_their_own():
     assert [params.seed for _, params in last] == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
+def test_log_probabilities_of_the_prompt_are_computed_where_they_are_shown():
+    cases = [
+        ({"echo": True}, False, None),
+        ({"logprobs": 0}, True, None),
+        ({"logprobs": 3}, 3, None),
+        ({"logprobs": 3, "echo": True}, 3, 3),
+        ({"logprobs": 0, "echo": True}, True, 0),
+        ({"logprobs": 1, "echo": True, "prompt_logprobs": 4}, 1, 4),
+        ({"prompt_logprobs": 2}, False, 2),
+        ({"echo": True, "max_tokens": 0}, False, 0),
+        ({"echo": True, "max_tokens": 0, "logprobs": 2}, 2, 2),
+    ]
+    for fields, logprobs, prompt_logprobs in cases:
+        ((_, params),) = completion(**fields).requests(DEFAULTS)
+        assert (params.logprobs, params.prompt_logprobs) == (logprobs, prompt_logprobs), fields
+        assert type(params.logprobs) is type(logprobs)
+    ((_, params),) = chat(logprobs=True, top_logprobs=4, prompt_logprobs=1, priority=7).requests(DEFAULTS)
+    assert (params.logprobs, params.prompt_logprobs, params.priority) == (4, 1, 7)
+    with pytest.raises(sd.InvalidParamsError, match="priority="):
+        chat(priority=2**63).requests(DEFAULTS)
+
+
+def test_the_number_of_choices_is_that_of_the_body():
+    defaults = replace(DEFAULTS, n=3, priority=2)
+    assert [(params.n, params.priority) for _, params in completion(n=2).requests(defaults)] == [(1, 2)] * 2
+
+
 def test_chat_fields():
     options = {"chat_template_kwargs": {"a": 1}, "add_generation_prompt": False, "continue_final_message": True}
     body = chat(max_completion_tokens=5, max_tokens=9, logprobs=True, top_logprobs=0, **options)
@@ -139,11 +178,25 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused():
         (CompletionBody, {"prompt": [1, "a"]}, "prompt", "valid integer"),
         (CompletionBody, {"prompt": [True]}, "prompt", "valid"),
         (CompletionBody, {"prompt": "a", "max_tokens": "5"}, "max_tokens", "'5': .*valid integer"),
-        (CompletionBody, {"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (CompletionBody, {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        (
+            CompletionBody,
+            {"prompt": "a", "max_tokens": 0},
+            "max_tokens",
+            "the answer would be empty; expected 1 or more",
+        ),
+        (ChatBody, {"messages": HELLO, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (CompletionBody, {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+        (CompletionBody, {"prompt": "a", "n": 3, "best_of": 5}, "best_of", "not supported; use n"),
         (CompletionBody, {"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
         (CompletionBody, {"prompt": "a", "temperature": math.nan}, "temperature", "finite"),
-        (CompletionBody, {"prompt": "a", "logprobs": 2}, "logprobs", "emitted tokens only; expected 0"),
-        (CompletionBody, {"prompt": "a", "logprobs": 0, "echo": True}, "echo", "cannot be combined"),
+        (CompletionBody, {"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
+        (CompletionBody, {"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        (CompletionBody, {"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
+        (CompletionBody, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
+        (CompletionBody, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+        (CompletionBody, {"prompt": "a", "priority": "high"}, "priority", "valid integer"),
+        (ChatBody, {"messages": HELLO, "priority": 1.5}, "priority", "valid integer"),
         (CompletionBody, {"prompt": "a", "stream": 1}, "stream", "valid boolean"),
         (CompletionBody, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
         (
@@ -156,8 +209,16 @@ def test_unknown_fields_are_ignored_and_unsupported_ones_refused():
         (CompletionBody, [1], None, "not a JSON object"),
         (ChatBody, {"messages": []}, "messages", "at least 1"),
         (ChatBody, {"messages": ["Hi"]}, "messages", r"messages\.0: 'Hi'"),
-        (ChatBody, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "emitted tokens only"),
-        (ChatBody, {"messages": HELLO, "tools": [{}]}, "tools", "not supported"),
+        (ChatBody, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "only for requests with logprobs=true"),
+        (
+            ChatBody,
+            {"messages": HELLO, "logprobs": True, "top_logprobs": 21},
+            "top_logprobs",
+            "less than or equal to 20",
+        ),
+        (ChatBody, {"messages": HELLO, "logprobs": 3}, "logprobs", "valid boolean"),
+        (ChatBody, {"messages": HELLO, "functions": [{}]}, "functions", "not supported"),
+        (ChatBody, {"messages": HELLO, "tools": [{}]}, "tools", "expected"),
         (ChatBody, {"messages": HELLO, "echo": True}, "echo", "not supported in a chat"),
     ],
 )
@@ -173,7 +234,6 @@ def test_refusals_name_the_field(kind, body, param, message):
     [
         ("logprob_token_ids", [1, 2]),
         ("moderation", {"model": "omni-moderation-latest"}),
-        ("priority", -1),
         ("repetition_detection", {"max_pattern_size": 4}),
         ("return_prompt_text", True),
         ("return_tokens_as_token_ids", True),
@@ -212,7 +272,8 @@ def test_fields_that_would_change_the_answer_are_not_ignored(name, value):
         ({"repeat_penalty": 1.1}, "use repetition_penalty"),
         ({"enable_thinking": False}, "put it into chat_template_kwargs"),
         ({"chat_template": "x"}, "--chat-template"),
-        ({"tools": [{}]}, 'send tool_choice="none"'),
+        ({"functions": [{}]}, 'use tools, or send function_call="none"'),
+        ({"guided_json": {}}, "use structured_outputs, with json"),
     ],
 )
 def test_a_refusal_names_the_field_that_is_served(fields, advice):
@@ -225,8 +286,8 @@ def test_functions_that_are_not_to_be_called_change_nothing():
     body = chat(tools=tools, tool_choice="none", functions=tools, function_call="none")
     assert body.requests(DEFAULTS) == chat().requests(DEFAULTS)
     assert body.prompt_options() == {}
-    for choice in ({}, {"tool_choice": "auto"}, {"function_call": "none"}):
-        assert refusal(ChatBody, {"messages": HELLO, "tools": tools, **choice}).param == "tools"
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}):
+        assert chat(tools=tools, **choice).prompt_options() == {"tools": tools}
 
 
 def test_continuous_usage_changes_nothing_without_usage():
@@ -256,6 +317,10 @@ def test_a_long_list_of_wrong_items_costs_few_errors():
         (sd.InvalidParamsError("top_p=2: expected"), 400, "top_p", None),
         (sd.InvalidParamsError("max_new_tokens=0: expected"), 400, "max_tokens", None),
         (sd.InvalidLogitsError("NaN"), 500, None, None),
+        (sd.TokenMaskError("a mask"), 500, None, None),
+        (sd.NoAllowedTokenError("none"), 400, None, None),
+        (sd.UnknownTokenError("bad_words: token id 5"), 400, "bad_words", None),
+        (sd.InvalidParamsError("logit_bias has the key 'x'"), 400, "logit_bias", None),
         (sd.StepError("a secret"), 500, None, None),
         (sd.RequestMemoryError("a secret"), 500, None, None),
         (ZeroDivisionError("a secret"), 500, None, None),

@@ -46,6 +46,10 @@ def slots_of(pool, owner, num_positions):
     return [table[p // pool.page_size] * pool.page_size + p % pool.page_size for p in range(num_positions)]
 
 
+def kept_pages(pool):
+    return set() if pool.prefixes is None else set(pool.prefixes.key_of)
+
+
 def depths_of_mask(tree_mask):
     """How many rows each row descends from, by counting the bits of its mask."""
     return [sum(bin(word & 0xFFFFFFFF).count("1") for word in row) - 1 for row in tree_mask.tolist()]
@@ -75,6 +79,7 @@ class CheckedEngine:
         if program := engine.target.program:
             self._verify, program.verify = program.verify, self.verify
         self._before = {}
+        self._kept = {}  # by pool and key: the bits that a page had when it was first seen to be kept
 
     def generate(self, prompts, params):
         self.params = params
@@ -128,9 +133,8 @@ class CheckedEngine:
             positions = batch.positions[rows].tolist()
             above = range(len(positions)) if batch.tree_mask is None else depths_of_mask(batch.tree_mask[rows])
             assert positions == [used - len(positions) + depth for depth in above], "I1: positions"
-            owner = next(
-                s for s in owners if pool._pages_of[s] and pool._pages_of[s][0] == int(batch.block_table[i, 0])
-            )
+            pages = batch.block_table[i, : pool.num_pages_for(used)].tolist()
+            owner = next(s for s in owners if pool._pages_of[s][: len(pages)] == pages)
             committed = owner.token_ids[positions[0] :]
             assert batch.tree_mask is None or len(committed) == 1, "I1: a tree begins at the last committed token"
             fed = batch.token_ids[rows].tolist()[: len(committed)]
@@ -150,6 +154,7 @@ class CheckedEngine:
     def _poison(self):
         for pool, _, kv_length in self._pools:
             owned = [slot for s in pool._pages_of for slot in slots_of(pool, s, kv_length(s))]
+            owned += [page * pool.page_size + i for page in kept_pages(pool) for i in range(pool.page_size)]
             for tensor in pool.tensors:
                 flat = tensor.flatten(2, 3)  # [layers, planes, slots, heads, head size]
                 keep = torch.zeros(flat.shape[2], dtype=torch.bool)
@@ -184,11 +189,30 @@ class CheckedEngine:
                     assert lengths.get(sequence, sequence.length - 2) >= sequence.length - 2, "I3: draft lag"
 
     def _check_pages(self, pool):
-        """I4: rejection hands out and takes back nothing; no page has two owners, and the scratch page has none."""
+        """I4: rejection hands out and takes back nothing; no page has two owners, and the scratch page has none.
+
+        Kept pages may have several, and never change.
+        """
         owned = [page for table in pool._pages_of.values() for page in table]
         assert 0 not in owned
-        assert len(owned) == len(set(owned)), "I4: a page has two owners"
-        assert sorted(owned + pool._free) == list(range(1, pool.num_pages + 1)), "I4: a page was lost"
+        kept = kept_pages(pool)
+        shared = {page for page in owned if owned.count(page) > 1}
+        assert shared <= kept, "I4: a page has two owners"
+        every = sorted({*owned, *kept, *pool._free})
+        assert every == list(range(1, pool.num_pages + 1)), "I4: a page was lost"
+        assert not {*owned, *kept} & {*pool._free}, "I4: a page in use is free"
+        if pool.prefixes is not None:
+            self._check_kept(pool, owned)
+
+    def _check_kept(self, pool, owned):
+        prefixes = pool.prefixes
+        assert {page: key for key, page in prefixes.page_of.items()} == prefixes.key_of
+        assert [0, *map(owned.count, range(1, pool.num_pages + 1))] == prefixes.num_owners, "a page's owners"
+        assert {*prefixes.idle} == {*prefixes.key_of} - {*owned}, "idle pages are kept ones without an owner"
+        for key, page in prefixes.page_of.items():
+            bits = [tensor[:, :, page].clone().view(torch.uint8) for tensor in pool.tensors]
+            before = self._kept.setdefault((id(prefixes), key), bits)
+            assert all(map(torch.equal, before, bits)), f"page {page} was written while it was kept"
 
     def _check_emission(self, sequence, tokens):
         """I5 and I6: the tokens are plain decoding's; accepted + 1 of them, unless the request ended."""

@@ -102,7 +102,10 @@ def positions_seen(batch: PagedBatch, b: int, row: int, params: AttentionParams)
 def changed(args: dict[str, Any], path: str, change: Callable[[Any], Any]) -> dict[str, Any]:
     """``args`` with one argument, or one field of one (``batch.seqused_k``), replaced by ``change(what it was)``."""
     name, _, field = path.partition(".")
-    new = replace(args[name], **{field: change(getattr(args[name], field))}) if field else change(args[name])
+    if "." in field:
+        new = replace(args[name], **changed(vars(args[name]), field, change))
+    else:
+        new = replace(args[name], **{field: change(getattr(args[name], field))}) if field else change(args[name])
     return {**args, name: new}
 
 

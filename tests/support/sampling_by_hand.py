@@ -57,34 +57,70 @@ def target_probs_by_hand(logits: list[float], seen: set[int], rule: dict[str, fl
     return [weights.get(i, 0.0) / sum(weights.values()) for i in range(len(z))]
 
 
-def token_by_hand(logits: list[float], seen: set[int], rule: dict[str, float], seed: int, position: int) -> int:
+def edited_by_hand(
+    logits: list[float], seen: set[int], emitted: list[int], rule: dict[str, Any], words: list[int] | None
+) -> list[float]:
+    """Mask, bias, repetition penalty, frequency and presence penalty, token id by token id."""
+    z = list(logits)
+    for i in range(len(z)):
+        if words is not None and words[i // 32] >> (i % 32) & 1 == 0:
+            z[i] = -math.inf
+        z[i] += rule.get("bias", {}).get(i, 0.0)
+        if i in seen:
+            z[i] = z[i] * rule["penalty"] if z[i] < 0 else z[i] / rule["penalty"]
+        if i in emitted:
+            z[i] -= rule.get("frequency", 0.0) * emitted.count(i)
+            z[i] -= rule.get("presence", 0.0)
+    return z
+
+
+def token_by_hand(
+    logits: list[float],
+    seen: set[int],
+    rule: dict[str, Any],
+    seed: int,
+    position: int,
+    emitted: list[int] | None = None,
+    words: list[int] | None = None,
+) -> int:
     """The argmax of log-probability plus noise."""
     if any(map(math.isnan, logits)):
         return -1
-    penalised = [
-        z if i not in seen else z * rule["penalty"] if z < 0 else z / rule["penalty"] for i, z in enumerate(logits)
-    ]
-    if rule["temperature"] == 0 or math.isinf(max(penalised)):
-        return penalised.index(max(penalised))
-    probs = target_probs_by_hand(logits, seen, rule)
+    edited = edited_by_hand(logits, seen, emitted or [], rule, words)
+    if max(edited) == -math.inf and words is not None and any(word != -1 for word in words):
+        return -1
+    if rule["temperature"] == 0 or math.isinf(max(edited)):
+        return edited.index(max(edited))
+    probs = target_probs_by_hand(edited, set(), rule)
     noise = noise_by_hand(len(logits), seed, position)
     drawn = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(probs, noise, strict=True)]
     return drawn.index(max(drawn))
 
 
-def rule_of(sampling: Any, b: int) -> dict[str, float]:
+def rule_of(sampling: Any, b: int) -> dict[str, Any]:
     names = {"temperatures": "temperature", "repetition_penalties": "penalty"}
     fields = ("temperatures", "top_k", "top_p", "min_p", "repetition_penalties")
-    return {names.get(name, name): getattr(sampling, name)[b].item() for name in fields}
+    rule = {names.get(name, name): getattr(sampling, name)[b].item() for name in fields}
+    if (added := sampling.adjustments) is not None:
+        own = slice(*added.cu_bias[b : b + 2].tolist())
+        rule["bias"] = dict(zip(added.bias_ids[own].tolist(), added.bias_values[own].tolist(), strict=True))
+        rule["presence"] = added.presence_penalties[b].item()
+        rule["frequency"] = added.frequency_penalties[b].item()
+    return rule
 
 
 def targets_by_hand(logits: Tensor, token_ids: Tensor, cu_seqlens: Tensor, sampling: Any) -> list[int]:
     starts, cu_seen, fed = cu_seqlens.tolist(), sampling.cu_seen.tolist(), token_ids.tolist()
     targets = []
     for b in range(len(starts) - 1):
-        seen = set(sampling.seen_ids[cu_seen[b] : cu_seen[b + 1]].tolist())
+        committed = sampling.seen_ids[cu_seen[b] : cu_seen[b + 1]].tolist()
+        num_prompt = 0 if sampling.adjustments is None else int(sampling.adjustments.num_prompt[b])
+        seen, emitted = set(committed), committed[num_prompt:]
         seed, position = int(sampling.seeds[b]), int(sampling.positions[b])
         for j, row in enumerate(range(starts[b], starts[b + 1])):
             seen.add(fed[row])
-            targets.append(token_by_hand(logits[row].tolist(), seen, rule_of(sampling, b), seed, position + j))
+            emitted += [fed[row]] if j else []
+            words = None if sampling.allowed is None else sampling.allowed[row].tolist()
+            choice = (rule_of(sampling, b), seed, position + j, emitted, words)
+            targets.append(token_by_hand(logits[row].tolist(), seen, *choice))
     return targets

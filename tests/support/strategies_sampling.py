@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.batch.sampling_batch import Adjustments, Sampling
 from support.strategies import SEEDS, CallSizes, VerifyCall, generator, verify_calls
 
 
@@ -20,6 +20,9 @@ class Rule:
     min_p: float
     penalty: float
     num_seen: int
+    num_prompt: int
+    presence: float
+    frequency: float
     position: int
 
 
@@ -27,6 +30,8 @@ class Rule:
 class SampledCall:
     call: VerifyCall
     rules: tuple[Rule, ...]  # sequence b has the b-th; if there are fewer, they are repeated
+    is_masked: bool
+    is_adjusted: bool
     seed: int
 
     def make(self, device: torch.device) -> dict[str, Any]:
@@ -48,7 +53,31 @@ class SampledCall:
             "seen_ids": torch.randint(-1, self.call.vocab_size + 2, (int(seen.sum()),), generator=g),
             "cu_seen": seen.cumsum(0).int(),
         }
-        return {**args, "sampling": Sampling(**{name: tensor.to(device) for name, tensor in sampling.items()})}
+        if self.is_masked:
+            sampling["allowed"] = self._masks(len(args["logits"]), g)
+        own = {name: tensor.to(device) for name, tensor in sampling.items()}
+        return {**args, "sampling": Sampling(**own, adjustments=self._adjustments(g, device))}
+
+    def _masks(self, num_rows: int, g: torch.Generator) -> torch.Tensor:
+        words = torch.randint(-(2**31), 2**31, (num_rows, -(-self.call.vocab_size // 32)), generator=g).int()
+        kind = torch.rand(num_rows, 1, generator=g)
+        return words.where(kind > 0.3, -1).where(kind < 0.9, 0).contiguous()
+
+    def _adjustments(self, g: torch.Generator, device: torch.device) -> Adjustments | None:
+        if not self.is_adjusted:
+            return None
+        rules = [self.rules[b % len(self.rules)] for b in range(len(self.call.counts))]
+        num_biases = torch.randint(0, 4, (len(rules),), generator=g).clamp(max=self.call.vocab_size)
+        ids = [torch.randperm(self.call.vocab_size + 2, generator=g)[:count] for count in num_biases.tolist()]
+        added = {
+            "presence_penalties": torch.tensor([rule.presence for rule in rules], dtype=torch.float64),
+            "frequency_penalties": torch.tensor([rule.frequency for rule in rules], dtype=torch.float64),
+            "num_prompt": torch.tensor([min(rule.num_prompt, rule.num_seen) for rule in rules], dtype=torch.int32),
+            "bias_ids": torch.cat([torch.zeros(0, dtype=torch.int64), *ids]),
+            "bias_values": 3 * torch.randn(int(num_biases.sum()), generator=g, dtype=torch.float64),
+            "cu_bias": torch.tensor([0, *num_biases.tolist()]).cumsum(0).int(),
+        }
+        return Adjustments(**{name: tensor.to(device) for name, tensor in added.items()})
 
 
 RULES = st.builds(
@@ -59,10 +88,13 @@ RULES = st.builds(
     min_p=st.sampled_from((0.0, 1.0)) | st.floats(0, 1),
     penalty=st.sampled_from((1.0, 1.2)) | st.floats(0.2, 5),
     num_seen=st.integers(0, 9),
+    num_prompt=st.integers(0, 9),
+    presence=st.sampled_from((0.0, 0.5)) | st.floats(-2, 2),
+    frequency=st.sampled_from((0.0, 0.5)) | st.floats(-2, 2),
     position=st.integers(0, 300) | st.integers(2**32 - 3, 2**32 + 3),
 )
 
 
 def sampled_calls(limits: CallSizes, vocab_sizes: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[SampledCall]:
     rules = st.lists(RULES, min_size=1, max_size=3).map(tuple)
-    return st.builds(SampledCall, verify_calls(limits, vocab_sizes, batch), rules, SEEDS)
+    return st.builds(SampledCall, verify_calls(limits, vocab_sizes, batch), rules, st.booleans(), st.booleans(), SEEDS)

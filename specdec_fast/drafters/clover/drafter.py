@@ -20,9 +20,11 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.clover.model import CloverModel, load_clover
 from specdec_fast.drafters.shared.heads import HeadsDrafter, ranked_tokens
+from specdec_fast.drafters.shared.ranked import masked_logits
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import batch_without_pages
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.request.token_masks import UNREAD
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.runner.row_module import RowModule
 from specdec_fast.trees.static import Shape, StaticTree
@@ -98,6 +100,7 @@ class CloverDrafter(TappedDrafter, HeadsDrafter):
                 tokens = tokens[last]
             owners = [sequence for sequence in sequences for _ in range(level.num_nodes)]
             sampling = sampling_of(owners, self._device, ahead=head)
+            logits = masked_logits(logits, owners, [[UNREAD] * head] * len(owners))
             best = ranked_tokens(model.ops, logits, level.num_ranks, tokens, sampling)
             ranked.append(best.view(num_sequences, -1))
         return torch.cat(ranked, dim=1)

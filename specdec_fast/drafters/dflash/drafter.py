@@ -19,9 +19,11 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext
 from specdec_fast.drafters.dflash.model import DFlashModel, load_dflash
+from specdec_fast.drafters.shared.ranked import masked_logits
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.request.token_masks import UNREAD
 from specdec_fast.runner.drafting import draft_chains
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 
@@ -109,7 +111,10 @@ class DFlashDrafter(TappedDrafter):
         logits = self.model.logits(hidden)
         if self.model.markov is not None:
             drafted = self._corrected(members, counts, logits, hidden)
-        else:  # a repetition penalty does not see what the block drafts: masks are the tokens of these rows
+        else:  # a penalty does not see what the block drafts: mask tokens are the tokens of these rows
+            owners = [s for s, count in zip(members, counts, strict=True) for _ in range(count)]
+            paths = [[UNREAD] * depth for count in counts for depth in range(count)]
+            logits = masked_logits(logits, owners, paths, self._target_ids)
             offsets = to_device(list(accumulate(counts, initial=0)), self._device, torch.int32)
             drafted = self._next_tokens(logits, tokens, sampling_of(members, self._device), offsets)
         return drafted, self._scores(members, counts, hidden, drafted) if self.has_scores else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.drafters.base import Draft, PooledDrafter, StepResult
+from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, weights_of
@@ -104,6 +105,7 @@ class ModelDrafter(PooledDrafter):
         for sequence in sequences:
             pool.add(sequence)
             self.draft_kv_length[sequence] = 0
+            self._share(sequence)
         if self._max_prefill_tokens is None:
             self._prefill({sequence: sequence.length - 1 for sequence in served})
 
@@ -124,6 +126,7 @@ class ModelDrafter(PooledDrafter):
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         for sequence in sequences:
             self.draft_kv_length[sequence] = min(self.draft_kv_length[sequence], sequence.length - 1)
+            self._keep(sequence)
 
     def release(self, sequence: Sequence) -> None:
         if self.draft_kv_length.pop(sequence, None) is not None:
@@ -139,11 +142,45 @@ class ModelDrafter(PooledDrafter):
         """Clamp ids to the draft model's embedding: a clamped id costs acceptance, never correctness."""
         return [min(token, self.model.vocab_size - 1) for token in token_ids] if self._is_narrower else token_ids
 
+    def _share(self, sequence: Sequence) -> None:
+        """Let a sequence have the pages that others have computed of its tokens."""
+        pool = self._pool()
+        if sequence.page_keys is not None and pool.prefixes is not None:
+            num_pages = (sequence.length - 1) // pool.page_size
+            if pool.share(sequence, sequence.page_keys.first(sequence.token_ids, num_pages)):
+                self.draft_kv_length[sequence] = pool.num_kept(sequence) * pool.page_size
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Keep the full pages of a sequence for others; all entries that it has are those of committed tokens."""
+        pool = self._pool()
+        if sequence.page_keys is not None and pool.prefixes is not None:
+            num_pages = self.draft_kv_length[sequence] // pool.page_size
+            if num_pages > pool.num_kept(sequence):
+                pool.keep(sequence, sequence.page_keys.first(sequence.token_ids, num_pages))
+
     def _prefill(self, stops: dict[Sequence, int]) -> None:
-        """Compute the missing KV entries of the first ``stops[sequence]`` tokens of each sequence."""
-        prompts = {s: self._clamped(s.token_ids[:stop]) for s, stop in stops.items()}
-        prefill(self.model, self._pool(), prompts, {s: self.draft_kv_length[s] for s in stops})
-        self.draft_kv_length.update(stops)
+        """Compute the missing KV entries of the first ``stops[sequence]`` tokens of each sequence.
+
+        What several sequences have in common is computed for the first of them, and the others wait for it.
+        """
+        while stops:
+            coming = ComingPages(self._pool().page_size)
+            now = {s: stop for s, stop in stops.items() if self._begins(s, stop, coming)}
+            prompts = {s: self._clamped(s.token_ids[:stop]) for s, stop in now.items()}
+            prefill(self.model, self._pool(), prompts, {s: self.draft_kv_length[s] for s in now})
+            for sequence, stop in now.items():
+                self.draft_kv_length[sequence] = max(stop, self.draft_kv_length[sequence])
+                self._keep(sequence)
+            stops = {s: stop for s, stop in stops.items() if s not in now}
+
+    def _begins(self, sequence: Sequence, stop: int, coming: ComingPages) -> bool:
+        """Return whether a sequence is among those of the next forwards; otherwise it waits for their pages."""
+        self._share(sequence)
+        start = self.draft_kv_length[sequence]
+        if coming.should_wait(sequence.page_keys, sequence.token_ids, start, stop):
+            return False
+        coming.add(sequence.page_keys, sequence.token_ids, start, stop)
+        return True
 
     def _prefill_chunk(self, sequences: list[Sequence], limits: list[int], left: int) -> None:
         """Compute missing KV entries of at most ``left`` tokens; set the limits of sequences that lack more to 0.
@@ -152,13 +189,18 @@ class ModelDrafter(PooledDrafter):
         needs no prefill.
         """
         stops = {}
+        coming = ComingPages(self._pool().page_size)
         for i, sequence in enumerate(sequences):
-            start = self.draft_kv_length.get(sequence, 0)
             stop = sequence.length - 1
-            if limits[i] and stop - start >= ROWS_EACH:
-                stops[sequence] = min(stop, start + left)
-                left -= stops[sequence] - start
-                limits[i] = limits[i] if stops[sequence] == stop else 0
+            if not limits[i] or stop - self.draft_kv_length.get(sequence, 0) < ROWS_EACH:
+                continue
+            if not self._begins(sequence, stop, coming):
+                limits[i] = 0
+                continue
+            start = self.draft_kv_length[sequence]
+            stops[sequence] = min(stop, start + left)
+            left -= stops[sequence] - start
+            limits[i] = limits[i] if stops[sequence] == stop else 0
         if stops:
             self._prefill(stops)
 

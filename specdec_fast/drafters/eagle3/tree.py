@@ -170,13 +170,15 @@ class Eagle3Trees:
         """Add children to the nodes of all frontiers, which have the rows of ``logits``."""
         owners = []
         previous = []
+        paths = []
         ends = [0]
         for each in growing:
             owners += [each.sequence] * len(each.tree.frontier)
             previous += [_token(each, node) for node in each.tree.frontier]
+            paths += [each.tree.path(node) for node in each.tree.frontier]
             ends.append(len(previous))
         num_ranks = WIDTH if self._shape is None else self._shape.num_ranks[depth]
-        ranked = self._ranker(logits, owners, previous, depth, num_ranks)
+        ranked = self._ranker(logits, owners, previous, depth, num_ranks, paths)
         for each, (start, stop) in zip(growing, pairwise(ends), strict=True):
             each.tree.add_children(ranked.token_ids[start:stop], ranked.log_probs[start:stop])
 

@@ -22,8 +22,10 @@ from specdec_fast.drafters.medusa.checkpoint import Head, MedusaWeights, read_he
 from specdec_fast.drafters.shared.checkpoint.settings import Settings
 from specdec_fast.drafters.shared.checkpoint.target import check_whole
 from specdec_fast.drafters.shared.heads import HeadsDrafter, ranked_tokens
+from specdec_fast.drafters.shared.ranked import masked_logits
 from specdec_fast.errors import VocabularyMismatchError
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.request.token_masks import UNREAD
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.trees.static import checked_choices, fit_tree
 
@@ -42,6 +44,8 @@ class MedusaDrafter(HeadsDrafter):
     Raises:
         ConfigError, VocabularyMismatchError: the checkpoint cannot be read, or was made for another target.
     """
+
+    knows_prefixes = True
 
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
@@ -87,6 +91,9 @@ class MedusaDrafter(HeadsDrafter):
     def prepare(self, num_tokens: int, page_size: int) -> None:
         self._hidden.clear()
 
+    def known_positions(self, sequence: Sequence) -> int:
+        return sequence.length  # a proposal reads the hidden state of one position, the last before the newest
+
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
         end = 0
         for sequence, computed in zip(sequences, positions, strict=True):
@@ -115,6 +122,7 @@ class MedusaDrafter(HeadsDrafter):
         for ahead, head in enumerate(self._heads[:depth]):
             later = sampling and replace(sampling, positions=sampling.positions + ahead)
             logits = self._logits(head, hidden)
+            logits = masked_logits(logits, sequences, [[UNREAD] * ahead] * len(sequences), self._target_ids)
             num_ranks = self.tree.num_ranks[ahead]
             columns.append(ranked_tokens(self._ops, logits, num_ranks, newest, later, ids))
         return torch.cat(columns, dim=1)

@@ -41,12 +41,12 @@ class ChainModel(LearnedModel, Protocol):
 class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
-    On a CPU one call of a program drafts a whole step, if no sequence has a repetition penalty. On a GPU the step is
+    On a CPU one call of a program drafts a whole step, if no sequence edits logits. On a GPU the step is
     one graph if, besides, some sequence gets K tokens.
 
     Attributes:
         rows: computes rows, without waiting for the device.
-        drafts_in_one_call: whether a call of a program drafts a whole step, where no request has a repetition penalty.
+        drafts_in_one_call: whether a call of a program drafts a whole step, where no request edits logits.
         graphs: of its steps; None on a device without graphs.
     """
 
@@ -125,7 +125,7 @@ class ChainDrafter(TappedDrafter):
         return draft_on_pages(self._pool(), queued, tokens, hidden, counts, self._forward, self._next_tokens)
 
     def _in_one_call(self, sequences: list[Sequence]) -> bool:
-        return self.drafts_in_one_call and all(s.params.repetition_penalty == 1 for s in sequences)
+        return self.drafts_in_one_call and not any(s.edits_logits for s in sequences)
 
     def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
         """Remove the queued features of some sequences, and return them as a call of the program takes them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.ops import Ops
 from specdec_fast.ops.sampling import gumbel
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.request.token_masks import WORD_BITS
 from specdec_fast.runner.drafting import chosen_tokens, widened
+from specdec_fast.runner.mask_rows import rows_for_drafts
 
 # A drafter learns how often the target draws a token at temperature 1. A likely token has the largest logit more often
 # than it is drawn, and an unlikely one less often. Measured with the bundled EAGLE-3 drafter (docs/design/drafters.md).
@@ -56,7 +59,13 @@ class TokenRanker:
         self._target_ids = target_ids
 
     def __call__(
-        self, logits: Tensor, sequences: list[Sequence], previous: list[int], ahead: int, num_ranks: int
+        self,
+        logits: Tensor,
+        sequences: list[Sequence],
+        previous: list[int],
+        ahead: int,
+        num_ranks: int,
+        paths: list[list[int]] | None = None,
     ) -> RankedTokens:
         """Rank the next tokens of ``N`` rows, and wait for the result.
 
@@ -67,9 +76,13 @@ class TokenRanker:
                 step has drafted: it costs acceptance, no token.
             ahead: number of tokens drafted before, on the path of each row.
             num_ranks: at least 1; fewer are returned if the drafter has fewer ids.
+            paths: the draft tokens in front of each row, which the masks of its sequence follow; None: masks are not
+                known.
         """
         num_ranks = min(num_ranks, logits.shape[1])
         sampling = sampling_of(sequences, logits.device, ahead)
+        if paths is not None:
+            logits = masked_logits(logits, sequences, paths, self._target_ids)
         if sampling is None:
             found = (logits.float() / GREEDY_TEMPERATURE).log_softmax(dim=-1).topk(num_ranks, dim=-1)
             ids = found.indices if self._target_ids is None else self._target_ids[found.indices]
@@ -84,6 +97,29 @@ class TokenRanker:
         log_probs = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE - total)
         log_probs = log_probs.masked_fill(~has_ranks, float("-inf"))
         return RankedTokens(ids.tolist(), log_probs.tolist())
+
+
+def masked_logits(
+    logits: Tensor, sequences: Many[Sequence], paths: Many[Many[int]], target_ids: Tensor | None = None
+) -> Tensor:
+    """Return logits without the tokens that the masks of their sequences forbid, as far as these are known.
+
+    Args:
+        logits: ``[N, draft_vocab_size]``.
+        sequences: of each row.
+        paths: the draft tokens in front of each row, see ``rows_for_drafts``.
+        target_ids: ``[draft_vocab_size]`` int64, the target's id of each id; None if they are the same.
+
+    Returns:
+        ``[N, draft_vocab_size]``, minus infinity for forbidden tokens; ``logits`` themselves without masks.
+    """
+    words = rows_for_drafts(sequences, paths)
+    if words is None:
+        return logits
+    num_ids = logits.shape[1] if target_ids is None else len(target_ids)
+    ids = torch.arange(num_ids, device=logits.device) if target_ids is None else target_ids
+    bits = to_device(words, logits.device)[:, ids // WORD_BITS] >> (ids % WORD_BITS) & 1
+    return logits.masked_fill(bits == 0, float("-inf"))
 
 
 def drawn_ranks(

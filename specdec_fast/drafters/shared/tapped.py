@@ -61,9 +61,12 @@ class TappedDrafter(PooledDrafter):
 
     Attributes:
         keeps_last: whether a proposal starts from the last feature, which is then not computed before.
+        num_rewritten: how many of the last rows whose entries are made of true features a proposal writes once more.
     """
 
     keeps_last = True
+    num_rewritten = 0
+    knows_prefixes = True
     model: Any
 
     def __init__(self, model: LearnedModel, context: DrafterContext, target_ids: Tensor | None = None) -> None:
@@ -144,10 +147,24 @@ class TappedDrafter(PooledDrafter):
         self._kept = KeptRows()
         super().prepare(num_tokens, page_size)
 
+    def known_positions(self, sequence: Sequence) -> int:
+        if self.pool is None or self.pool.prefixes is None:
+            return 0
+        page_of = self.pool.prefixes.page_of
+        num_pages = 0
+        for key in self._keys(sequence, sequence.length - 1):
+            if key not in page_of:
+                break
+            num_pages += 1
+        return num_pages * self._page_size
+
     def admit(self, sequences: list[Sequence]) -> None:
+        pool = self._pool()
         for sequence in sequences:
-            self._pool().add(sequence)
-            self._states[sequence] = QueuedFeatures()
+            num_known = sequence.target_kv_length
+            pool.add(sequence)
+            pool.share(sequence, self._keys(sequence, num_known))
+            self._states[sequence] = QueuedFeatures(num_known)
 
     @torch.inference_mode()
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:
@@ -158,13 +175,15 @@ class TappedDrafter(PooledDrafter):
         for sequence, computed in zip(sequences, positions, strict=True):
             self._states[sequence].add(kept, range(end, end + len(computed)))
             end += len(computed)
-        if not is_kept:
+        if not is_kept or self._completes_pages(positions):
             self._catch_up(sequences)
+            self._keep(sequences)
 
     @torch.inference_mode()
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         if not sequences or result.hidden_states is None:
             return
+        self._keep(sequences)
         kept = KeptStates(result.hidden_states, self._kept)
         for sequence, rows in zip(sequences, result.accepted_rows, strict=True):
             self._states[sequence].add(kept, rows)
@@ -175,6 +194,32 @@ class TappedDrafter(PooledDrafter):
         if (state := self._states.pop(sequence, None)) is not None:
             state.clear()
             self._pool().free(sequence)
+
+    def _completes_pages(self, positions: list[range]) -> bool:
+        """Return whether rows should not wait for the next proposal, because other prompts wait for their pages."""
+        size = self._page_size
+        return self._keeps_prefixes and any(each.stop // size > each.start // size for each in positions)
+
+    def _keep(self, sequences: list[Sequence]) -> None:
+        """Keep the full pages of sequences whose rows will not be written again."""
+        if not self._keeps_prefixes:
+            return
+        pool = self._pool()
+        for sequence in sequences:
+            num_final = self._states[sequence].kv_length - self.num_rewritten
+            if num_final - pool.num_kept(sequence) * self._page_size >= self._page_size:
+                pool.keep(sequence, self._keys(sequence, num_final))
+
+    def _keys(self, sequence: Sequence, num_positions: int) -> list[tuple[bytes, int]]:
+        """Return the keys of the pages that lie within the first positions of a sequence, which has tokens behind them.
+
+        A row is made of the token behind its position as well, so the token behind a page belongs to its key.
+        """
+        if sequence.page_keys is None:
+            return []
+        size = self._page_size
+        keys = sequence.page_keys.first(sequence.token_ids, max(0, num_positions) // size)
+        return [(key, sequence.token_ids[(i + 1) * size]) for i, key in enumerate(keys)]
 
     def _next_tokens(
         self, logits: Tensor, token_ids: Tensor, sampling: Sampling | None, cu_seqlens: Tensor | None = None

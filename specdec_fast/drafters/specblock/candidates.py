@@ -9,10 +9,11 @@ from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.shared.ranked import drawn_ranks
+from specdec_fast.drafters.shared.ranked import drawn_ranks, masked_logits
 from specdec_fast.drafters.specblock.model import SpecBlockModel
 from specdec_fast.drafters.specblock.tree import BEAM, Slot
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.request.token_masks import UNREAD
 
 # For a request that samples, the score of a candidate by its rank: a guess of how often the target draws that token
 # (0.6, 0.1, 0.05, 0.03), not measured. Sums of these numbers are exact, so equal paths have equal scores.
@@ -73,6 +74,7 @@ class Candidates:
         previous = to_device([t for _, _, t in rows], self._device)
         sampling = replace(sampling, positions=sampling.positions + ahead)
         ids = self._model.target_ids
+        logits = masked_logits(logits, [s for s, _, _ in rows], [[UNREAD] * a for _, a, _ in rows], ids)
         draft_ids = None if ids is None else (ids, self._model.vocab_size)
         ranked, _ = drawn_ranks(self._model.ops, logits, len(_SAMPLED_LOG_PROBS), sampling, previous, draft_ids)
         return ranked.tolist()

@@ -48,6 +48,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
     """
 
     settings = ("tap_layers", "draft_tree")
+    num_rewritten = 1  # the root of the second call
     model: SpecBlockModel
 
     def __init__(self, context: DrafterContext, folder: str) -> None:

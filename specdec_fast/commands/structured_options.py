@@ -1,0 +1,57 @@
+"""Options of commands for what texts must follow, and for calls of tools."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.structured_outputs.parameters import StructuredOutputs
+
+
+def add_structured_options(parser: argparse.ArgumentParser) -> None:
+    """Add --json-schema, --json-object, --regex, --choice and --grammar, of which one may be given."""
+    group = parser.add_argument_group("what every text must follow (needs the extra grammar); one of")
+    group.add_argument("--json-schema", type=Path, default=None, metavar="FILE", help="a JSON schema")
+    group.add_argument("--json-object", action="store_true", help="any JSON object")
+    group.add_argument("--regex", default=None, metavar="REGEX", help="a regular expression of the whole text")
+    group.add_argument("--choice", action="append", default=None, metavar="TEXT", help="one of these texts; repeatable")
+    group.add_argument("--grammar", type=Path, default=None, metavar="FILE", help="a grammar in EBNF, with a rule root")
+
+
+def structured_outputs(args: argparse.Namespace) -> StructuredOutputs | None:
+    """Return what the options of ``add_structured_options`` ask for; None without one.
+
+    Raises:
+        GrammarError: what an option asks for is wrong, or there are several.
+        ConfigError: a file is no text.
+        OSError: a file cannot be read.
+    """
+    given: dict[str, Any] = {
+        "json": None if args.json_schema is None else _read("--json-schema", args.json_schema),
+        "json_object": args.json_object or None,
+        "regex": args.regex,
+        "choice": args.choice,
+        "grammar": None if args.grammar is None else _read("--grammar", args.grammar),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return StructuredOutputs.of(given) if given else None
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {path}: not UTF-8 text: {error}") from None
+
+
+def add_tool_option(parser: argparse.ArgumentParser) -> None:
+    """Add --tool-call-parser."""
+    parser.add_argument(
+        "--tool-call-parser",
+        default=None,
+        metavar="NAME",
+        help="how the model writes calls of tools: hermes, qwen3, llama3_json, mistral, mistral_args or openai "
+        "(default: as the chat template shows)",
+    )

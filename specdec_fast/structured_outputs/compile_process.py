@@ -1,0 +1,77 @@
+"""A process that compiles grammars. It imports nothing of this package, whose import would take longer than its work.
+
+``compiling.py`` starts it, sends it pickled jobs and kills it when a job takes too long: no code in C++ can be
+interrupted otherwise. The first answer says that it is ready. A job is ``(key, vocabulary, kind, text, whitespace)``:
+``vocabulary`` is xgrammar's TokenizerInfo as JSON, or None if the process has got the one of ``key`` before. The answer
+is ``(compiled grammar as JSON, "")``, or ``(None, what xgrammar says)``.
+"""
+
+import os
+import pickle
+import signal
+from typing import Any
+
+_MOST_BYTES = 4 << 30  # of address space that a job may take
+_LONGEST_REASON = 2000
+_MOST_WHITESPACE = 20  # characters in a row in JSON: without a limit, models may write spaces until the end
+
+
+def compiled(compiler: Any, kind: str, text: str, any_whitespace: bool) -> Any:
+    """Return xgrammar's compiled grammar."""
+    import json
+
+    if kind == "json":
+        most = _MOST_WHITESPACE if any_whitespace else None
+        return compiler.compile_json_schema(text, any_whitespace=any_whitespace, max_whitespace_cnt=most)
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    if kind == "choice":
+        choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]  # EBNF escapes as JSON
+        return compiler.compile_grammar(f"root ::= {' | '.join(choices)}")
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(text)
+    return compiler.compile_grammar(text)
+
+
+def limit_memory() -> None:
+    """Let a job that needs more than ``_MOST_BYTES`` fail; where there is no such limit, do nothing."""
+    try:
+        import resource
+    except ImportError:
+        return
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MOST_BYTES, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    """Answer jobs until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the other end
+    jobs = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not come between answers
+
+    import xgrammar
+
+    if os.path.exists("/proc/self/statm"):
+        limit_memory()
+    compilers: dict[int, Any] = {}
+    answer: tuple[str | None, str] = (None, "ready")
+    while True:
+        pickle.dump(answer, answers)
+        answers.flush()
+        try:
+            key, vocabulary, *job = pickle.load(jobs)
+        except EOFError:
+            return
+        try:
+            if vocabulary is not None:
+                info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+                compilers[key] = xgrammar.GrammarCompiler(info, cache_enabled=False)
+            answer = (compiled(compilers[key], *job).serialize_json(), "")
+        except Exception as error:
+            answer = (None, f"{type(error).__name__}: {str(error)[:_LONGEST_REASON]}")
+
+
+if __name__ == "__main__":
+    main()

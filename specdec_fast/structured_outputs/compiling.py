@@ -1,0 +1,263 @@
+"""Makes matchers of what requests ask for: compiled once, in a process that is killed when it takes too long."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import pickle
+import re
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import BoundedSemaphore, Lock, Timer
+from typing import Any
+
+from specdec_fast.errors import GrammarError
+from specdec_fast.structured_outputs.matcher import GrammarMask
+from specdec_fast.structured_outputs.parameters import StructuredOutputs
+
+COMPILE_SECONDS = 30.0
+_START_SECONDS = 300.0  # that the process may take to import xgrammar
+_MOST_CACHED_BYTES = 256 << 20  # of compiled grammars; one that is larger is refused
+MOST_PROCESSES = 2  # that compile at once
+_START = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
+)
+_OBJECT = '{"type": "object"}'
+_Key = tuple[str, str, bool, bool]  # kind, text, whether any whitespace may be, whether special tokens have no text
+# Keywords whose grammars in xgrammar let characters through that JSON escapes.
+_LOOSE_KEYWORDS = re.compile(r'"(pattern|format|minLength|maxLength|patternProperties|propertyNames)":')
+_MISSING = "structured_outputs: the package xgrammar is not installed ({}); pip install 'specdec-fast[grammar]'."
+
+
+class Grammars:
+    """The compiled grammars of one tokenizer; any thread may call.
+
+    Args:
+        tokenizer: the target's; None if none is known.
+        vocab_size: number of the target's ids.
+        eos_ids: the target's EOS ids.
+        seconds: that compiling one grammar may take.
+    """
+
+    def __init__(
+        self, tokenizer: Any | None, vocab_size: int, eos_ids: Collection[int], seconds: float = COMPILE_SECONDS
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._seconds = seconds
+        self._lock = Lock()  # guards the three below
+        self._vocabularies: dict[bool, tuple[Any, str]] = {}  # and as JSON; True: without special tokens
+        self._compiled: OrderedDict[_Key, Any] = OrderedDict()  # the latest used one last
+        self._num_bytes = 0
+
+    def has(self, asked: StructuredOutputs, skips_special: bool = True) -> bool:
+        """Return whether ``masks`` would compile nothing."""
+        return _key_of(asked, skips_special) in self._compiled
+
+    def masks(
+        self, asked: StructuredOutputs, stop_ids: Collection[int], skips_special: bool = True
+    ) -> list[GrammarMask]:
+        """Return new matchers of a request; a token must be allowed by all of them.
+
+        Args:
+            asked: what the text must follow.
+            stop_ids: ids that end the request; one of them is allowed where the text is complete.
+            skips_special: whether special tokens are no part of the text. Then they are not allowed.
+
+        Raises:
+            GrammarError: xgrammar is not installed, there is no tokenizer that it can read, no id ends the request, or
+                no grammar can be compiled within the limits.
+        """
+        ends = sorted(token for token in stop_ids if 0 <= token < self._vocab_size)
+        if not ends:
+            raise GrammarError(
+                "structured_outputs: no token ends the request, so its text could never be complete; leave out "
+                "ignore_eos, or give stop_token_ids."
+            )
+        found = [self._grammar(asked, skips_special)]
+        if asked.kind == "json" and _LOOSE_KEYWORDS.search(asked.text):
+            found.append(self._grammar(_ANY_JSON, skips_special))
+        masks = [GrammarMask(grammar, ends, self._vocab_size, self._encode) for grammar in found]
+        if not masks[0].allows_any():
+            raise GrammarError(f"structured_outputs: the {asked.kind} {asked.text!r:.80} allows no text.")
+        return masks
+
+    def _encode(self, text: str) -> list[int]:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _grammar(self, asked: StructuredOutputs, skips_special: bool) -> Any:
+        key = _key_of(asked, skips_special)
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+            if skips_special not in self._vocabularies:
+                read = self._read_vocabulary(skips_special)
+                self._vocabularies[skips_special] = (read, str(read.serialize_json()))
+            vocabulary, as_json = self._vocabularies[skips_special]
+        import xgrammar
+
+        text, reason = _processes.answer(as_json, key[:3], self._seconds)
+        if text is None:
+            raise _refusal(asked, reason)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(text, vocabulary)
+        size = compiled.memory_size_bytes
+        if size > _MOST_CACHED_BYTES:
+            raise _refusal(asked, f"it takes {size >> 20} MiB once compiled; make it smaller")
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = compiled
+                self._num_bytes += size
+            while self._num_bytes > _MOST_CACHED_BYTES:
+                _, oldest = self._compiled.popitem(last=False)
+                self._num_bytes -= oldest.memory_size_bytes
+        return compiled
+
+    def _read_vocabulary(self, skips_special: bool) -> Any:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise GrammarError(_MISSING.format(error)) from None
+        if self._tokenizer is None:
+            raise GrammarError("structured_outputs: no tokenizer is known for this target; pass tokenizer=...")
+        stops = self._eos_ids or None
+        try:
+            found = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stops
+            )
+        except Exception as error:  # whatever a tokenizer of the caller's own raises
+            kind = type(self._tokenizer).__name__
+            raise GrammarError(
+                f"structured_outputs: xgrammar cannot read the vocabulary of the tokenizer, a {kind}: {error}"
+            ) from error
+        if not skips_special:
+            return found
+        words = list(found.decoded_vocab)
+        for token in _special_ids(self._tokenizer):
+            if token < len(words):
+                words[token] = b""  # a token without text is allowed nowhere
+        return xgrammar.TokenizerInfo(
+            words, vocab_size=self._vocab_size, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
+        )
+
+
+def _key_of(asked: StructuredOutputs, skips_special: bool) -> _Key:
+    kind, text = ("json", _OBJECT) if asked.kind == "json_object" else (asked.kind, asked.text)
+    return kind, text, not asked.disable_any_whitespace, skips_special
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token for token, word in added.items() if word.special)}
+
+
+def _refusal(asked: StructuredOutputs, reason: str) -> GrammarError:
+    return GrammarError(f"structured_outputs: no grammar can be made of the {asked.kind} {asked.text!r:.80}: {reason}.")
+
+
+class _Process:
+    """One process of ``compile_process.py``; one thread at a time."""
+
+    def __init__(self) -> None:
+        script = str(Path(__file__).with_name("compile_process.py"))
+        command = [sys.executable, "-c", _START, script, json.dumps(sys.path)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._has: set[int] = set()  # hashes of the vocabularies that it has got
+        with self._limited(_START_SECONDS):
+            self._read()  # its first answer says that it is ready
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def answer(self, info: str, job: tuple[str, str, bool], seconds: float) -> tuple[str | None, str]:
+        """Return the compiled grammar, or None and the reason; the process is dead after it took too long."""
+        key = hash(info)
+        try:
+            with self._limited(seconds) as timer:
+                assert self._process.stdin is not None
+                pickle.dump((key, None if key in self._has else info, *job), self._process.stdin)
+                self._process.stdin.flush()
+                self._has.add(key)
+                text, reason = self._read()
+                return text, _readable(reason)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            ended = "the process has ended" if timer.is_alive() else f"compiling takes more than {seconds:g} s"
+            self.kill()
+            return None, f"{ended}; make it smaller, with fewer or shorter repetitions"
+        except BaseException:  # an interrupt: the answer would be read as that of the next job
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[Timer]:
+        """Kill the process unless the block has ended in time."""
+        timer = Timer(seconds, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield timer
+        finally:
+            timer.cancel()
+
+    def _read(self) -> tuple[str | None, str]:
+        assert self._process.stdout is not None
+        answer: tuple[str | None, str] = pickle.load(self._process.stdout)  # our own process wrote it
+        return answer
+
+
+class _Processes:
+    """A few processes, started when they are needed and kept."""
+
+    def __init__(self) -> None:
+        self._permits = BoundedSemaphore(MOST_PROCESSES)
+        self._idle: list[_Process] = []
+        self._lock = Lock()
+        atexit.register(self._end)
+
+    def answer(self, info: str, job: tuple[str, str, bool], seconds: float) -> tuple[str | None, str]:
+        """Let one of them compile."""
+        with self._permits, self._one() as process:
+            return process.answer(info, job, seconds)
+
+    @contextmanager
+    def _one(self) -> Iterator[_Process]:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None or not process.is_alive:
+            process = _Process()
+        try:
+            yield process
+        finally:
+            with self._lock:
+                if process.is_alive:
+                    self._idle.append(process)
+
+    def _end(self) -> None:
+        with self._lock, suppress(Exception):
+            for process in self._idle:
+                process.kill()
+
+
+def _readable(reason: str) -> str:
+    """Return what xgrammar says, without the time and the place in its sources."""
+    found = re.sub(r"\[\d\d:\d\d:\d\d\] \S+\.(cc|h):\d+: ", "", reason)
+    found = re.sub(r"^\w+Error: ", "", found)
+    return " ".join(found.split()).rstrip(".")
+
+
+_ANY_JSON = StructuredOutputs(json={})
+_processes = _Processes()

@@ -1,0 +1,132 @@
+"""Grammars are compiled once, in a process apart; what cannot be compiled in time is refused, others are not."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import specdec_fast as sd
+from specdec_fast.structured_outputs import compiling
+from specdec_fast.structured_outputs.compiling import Grammars
+from support.slow_grammars import SLOW, noted_processes
+
+pytest.importorskip("xgrammar")
+
+EOS = [1]
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(tokenizer, 1024, EOS)
+
+
+def asked(**fields):
+    return sd.StructuredOutputs(**fields)
+
+
+def message(grammars, **fields):
+    with pytest.raises(sd.GrammarError) as caught:
+        grammars.masks(asked(**fields), EOS)
+    return str(caught.value)
+
+
+def test_a_grammar_is_compiled_once(grammars, monkeypatch):
+    first = asked(regex="once|twice")
+    assert not grammars.has(first)
+    grammars.masks(first, EOS)
+    assert grammars.has(first)
+    monkeypatch.setattr(compiling._processes, "answer", lambda *job: pytest.fail("it was compiled again"))
+    (mask,) = grammars.masks(first, EOS)
+    assert mask.allows_any()
+
+
+def test_a_schema_with_texts_has_two_masks(grammars):
+    """The second one is that of JSON: xgrammar's own grammar of a limited text lets control characters through."""
+    assert len(grammars.masks(asked(json={"type": "string"}), EOS)) == 1
+    masks = grammars.masks(asked(json={"type": "string", "maxLength": 3}), EOS)
+    assert len(masks) == 2
+    tokenizer = grammars._tokenizer
+    opened, control = (tokenizer(text, add_special_tokens=False).input_ids[-1] for text in ('"', "\x1b"))
+    assert all(mask.advance(opened) for mask in masks)
+    assert masks[0].advance(control), "xgrammar has been mended: one mask will do"
+    assert not masks[1].advance(control)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"regex": "(a"}, "Regex parsing error at position 3: The parenthesis is not closed."),
+        ({"regex": r"(a)\1"}, "Backreference is not supported"),
+        ({"grammar": "root ::= missing"}, 'Rule "missing" is not defined'),
+        ({"grammar": 'start ::= "a"'}, 'root rule with name "root" is not found'),
+        ({"json": {"type": "string", "pattern": "("}}, "The parenthesis is not closed"),
+        ({"structural_tag": {"type": "other"}}, "structural_tag"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(grammars, fields, expected):
+    found = message(grammars, **fields)
+    assert expected in found
+    assert "/project/" not in found
+
+
+@pytest.mark.grid
+def test_a_process_that_takes_too_long_is_killed(grammars, monkeypatch):
+    monkeypatch.setattr(grammars, "_seconds", 0.3)
+    assert "takes more than 0.3 s" in message(grammars, json=SLOW)
+    monkeypatch.undo()
+    (mask,) = grammars.masks(asked(regex="afterwards"), EOS)
+    assert mask.allows_any()
+
+
+@pytest.mark.grid
+def test_a_process_that_dies_is_replaced(grammars):
+    grammars.masks(asked(regex="before"), EOS)
+    for process in compiling._processes._idle:
+        process.kill()
+    grammars.masks(asked(regex="after"), EOS)
+
+
+@pytest.mark.grid
+def test_a_slow_grammar_does_not_delay_others(grammars, monkeypatch):
+    begun = noted_processes(monkeypatch)
+    with ThreadPoolExecutor(1) as executor:
+        refused = executor.submit(message, grammars, json=SLOW)
+        slow = begun.get()
+        grammars.masks(asked(regex="meanwhile"), EOS)
+        assert not refused.done()
+        slow.kill()
+        assert "the process has ended" in refused.result()
+
+
+def test_the_oldest_leave_a_full_cache(tokenizer, monkeypatch):
+    grammars = Grammars(tokenizer, 1024, EOS)
+    first, second = asked(json={"type": "object"}), asked(json={"type": "array"})
+    grammars.masks(first, EOS)
+    monkeypatch.setattr(compiling, "_MOST_CACHED_BYTES", int(1.5 * grammars._num_bytes))
+    grammars.masks(second, EOS)
+    assert grammars.has(second)
+    assert not grammars.has(first)
+    monkeypatch.setattr(compiling, "_MOST_CACHED_BYTES", 10)
+    assert "once compiled" in message(grammars, regex="large")
+
+
+def test_without_the_package_the_error_says_so(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    assert "pip install 'specdec-fast[grammar]'" in message(Grammars(tokenizer, 1024, EOS), regex="a")
+
+
+def test_tokenizers_that_have_no_vocabulary():
+    class Own:
+        def decode(self, ids, **options):
+            return ""
+
+    assert "tokenizer, a Own" in message(Grammars(Own(), 1024, EOS), regex="a")
+    assert "no tokenizer is known" in message(Grammars(None, 1024, EOS), regex="a")
+
+
+def test_a_request_must_be_able_to_end(grammars):
+    with pytest.raises(sd.GrammarError, match="no token ends the request"):
+        grammars.masks(asked(regex="a"), [])
+    assert "allows no text" in message(grammars, json={"anyOf": [{"$ref": "#"}]})
