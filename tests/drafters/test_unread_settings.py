@@ -37,7 +37,11 @@ def test_a_setting_without_effect_is_refused(target, draft, tmp_path, kind, sett
         sd.Engine(target, drafts.get(kind, kind), **setting)
 
 
-@pytest.mark.parametrize("draft", [None, "none", "ngram", "self", "medusa:x", NgramTrieDrafter(CONTEXT)], ids=str)
+@pytest.mark.parametrize(
+    "draft",
+    [None, "none", "ngram", "self", "medusa:x", pytest.param(NgramTrieDrafter(CONTEXT), id="NgramTrieDrafter")],
+    ids=str,
+)
 def test_draft_quantization_without_a_draft_model_is_refused_before_anything_is_loaded(draft):
     with pytest.raises(sd.ConfigError, match=r"draft_quantization='int4' has no effect with draft=.*: draft models"):
         sd.Engine("no-such-folder", draft, draft_quantization="int4")

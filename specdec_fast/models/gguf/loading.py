@@ -195,7 +195,7 @@ def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
 
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     by_name = get_tensor_name_map(number, model.config.num_hidden_layers)
-    names = {}
+    names: dict[str, str] = {}
     for name in model.state_dict():
         if parts := _parts_of_experts(name.rpartition(".")[2]):
             layer = re.search(r"\.(\d+)\.", name)
