@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
+from specdec_fast.generation_configs import FROM_GENERATION_CONFIG, NEUTRAL_FIELDS, NEUTRAL_VALUES, renamed
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
 
 CHAT_ANSWER_TOKENS = 1024  # of an answer in a chat whose request sets no limit
@@ -28,56 +27,8 @@ MOST_BAD_WORDS = 4096
 MOST_BAD_WORD_TOKENS = 65_536  # ids, or characters of words that are strings, of all bad words together
 _LONGEST_SHOWN = 500  # characters of a wrong value that a message repeats
 
-# GenerationConfig fields with a counterpart here. Any other field that is set raises an error; none is dropped.
-_FROM_GENERATION_CONFIG = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "stop_strings",
-    "num_return_sequences",
-    "min_new_tokens",
-    "bad_words_ids",
-    "suppress_tokens",
-    "sequence_bias",
-    "no_repeat_ngram_size",
-)
 # Fields of a generation config by which a server samples for a request that leaves them out.
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Fields that do not change the tokens, or that `from_generation_config` reads apart from the fields above.
-_NEUTRAL_GENERATION_FIELDS = {
-    "bos_token_id",
-    "pad_token_id",
-    "eos_token_id",
-    "do_sample",
-    "use_cache",
-    "transformers_version",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict_in_generate",
-    "_from_model_config",
-}
-# Fields that older generation configs contain with a value that has no effect.
-_NEUTRAL_VALUES = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "num_beam_groups": 1,
-    "length_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "encoder_repetition_penalty": 1.0,
-    "early_stopping": False,
-    "remove_invalid_values": False,
-    "renormalize_logits": False,
-}
-
-
 _PENALTY = "a number from -2 to 2 (0 changes nothing)"
 _LARGEST = sys.float_info.max  # a larger integer does not fit a float
 
@@ -302,17 +253,17 @@ class SamplingParams:
             if not ok:
                 raise InvalidParamsError(f"{name}={getattr(self, name)!r:.{_LONGEST_SHOWN}}: expected {expected}.")
 
-    @cached_property
+    @property
     def has_penalty(self) -> bool:
         """Whether a penalty changes the logits of tokens that were seen or emitted."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @cached_property
+    @property
     def adds_to_logits(self) -> bool:
         """Whether a presence or frequency penalty or a bias is added to logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or bool(self.logit_bias)
 
-    @cached_property
+    @property
     def edits_logits(self) -> bool:
         """Whether a penalty or a bias changes logits."""
         return self.has_penalty or self.adds_to_logits
@@ -351,16 +302,16 @@ class SamplingParams:
             NotYetSupportedError: the config sets a field that has no counterpart here.
         """
         given = {k: v for k, v in config.to_diff_dict().items() if v is not None and k != "eos_token_id"}
-        given = {k: v for k, v in given.items() if _NEUTRAL_VALUES.get(k) != v}
-        unknown = sorted(set(given) - set(_FROM_GENERATION_CONFIG) - _NEUTRAL_GENERATION_FIELDS)
+        given = {k: v for k, v in given.items() if NEUTRAL_VALUES.get(k) != v}
+        unknown = sorted(set(given) - set(FROM_GENERATION_CONFIG) - NEUTRAL_FIELDS)
         if unknown:
             hint = " max_length counts the prompt; use max_new_tokens." if "max_length" in unknown else ""
             raise NotYetSupportedError(
                 f"GenerationConfig sets {', '.join(unknown)}, but specdec_fast has no counterpart; "
-                f"unset them. Supported: {', '.join(_FROM_GENERATION_CONFIG)}, eos_token_id, do_sample.{hint}"
+                f"unset them. Supported: {', '.join(FROM_GENERATION_CONFIG)}, eos_token_id, do_sample.{hint}"
             )
-        values = {name: given[name] for name in _FROM_GENERATION_CONFIG if name in given}
-        values = _renamed(values)
+        values = {name: given[name] for name in FROM_GENERATION_CONFIG if name in given}
+        values = renamed(values)
         if not given.get("do_sample", False):
             values["temperature"] = 0.0
         else:
@@ -380,35 +331,6 @@ def scoring_params(top_logprobs: Any, priority: Any = 0) -> SamplingParams:
     if not _is_count(top_logprobs):
         raise InvalidParamsError(f"top_logprobs={top_logprobs!r:.{_LONGEST_SHOWN}}: expected an integer >= 0.")
     return SamplingParams(max_new_tokens=0, prompt_logprobs=top_logprobs, priority=priority)
-
-
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Translate fields of a generation config whose names or forms differ from those of ``SamplingParams``."""
-    others = dict(values)
-    for theirs, ours in (("stop_strings", "stop"), ("num_return_sequences", "n"), ("min_new_tokens", "min_tokens")):
-        if theirs in others:
-            others[ours] = others.pop(theirs)
-    words = [*others.pop("bad_words_ids", ()), *([token] for token in others.pop("suppress_tokens", ()))]
-    if words:
-        others["bad_words"] = words
-    processors: list[Any] = []
-    if (biases := others.pop("sequence_bias", None)) is not None:
-        pairs = biases.items() if isinstance(biases, Mapping) else biases
-        if all(len(tokens) == 1 for tokens, _ in pairs):
-            others["logit_bias"] = {tokens[0]: bias for tokens, bias in pairs}
-        else:
-            processors.append(_processor_of_transformers("SequenceBiasLogitsProcessor", biases))
-    if (size := others.pop("no_repeat_ngram_size", None)) is not None:
-        processors.append(_processor_of_transformers("NoRepeatNGramLogitsProcessor", size))
-    return others | ({"logits_processors": processors} if processors else {})
-
-
-def _processor_of_transformers(name: str, argument: Any) -> Any:
-    """Return an object that transformers itself would make; imported here, because it takes seconds."""
-    try:
-        return getattr(import_module("transformers"), name)(argument)
-    except ValueError as error:
-        raise InvalidParamsError(f"GenerationConfig: {error}") from error
 
 
 def as_sampling_params(value: Any) -> SamplingParams:

@@ -136,7 +136,6 @@ OP_CASES = OpCases(
         Case("q4_k", "minima, two levels", partial(_draw_codes, (7, 800, 48), _Q4_K)),
         Case("q4_k_a8", "rounded", partial(_draw_codes, (3, 256, 20), replace(_Q4_K, rounds_rows=True))),
         Case("awq_a8", "minima, long groups, rounded rows", partial(_draw_codes, (4, 256, 17), _AWQ_A8)),
-        Case("short", "short blocks", partial(_draw_codes, (6, 80, 31), _Format(INT8, 16))),
         Case("q6_k", "short blocks, two levels", partial(_draw_codes, (5, 592, 31), _Q6_K)),
         Case("q6_k_a8", "rounded", partial(_draw_codes, (6, 80, 31), replace(_Q6_K, rounds_rows=True))),
     ),

@@ -78,7 +78,7 @@ class PackedModule(nn.Module):
         """Raise ValueError unless codes stand for whole numbers, which rounded rows can be multiplied with."""
         has_whole = self._sizes.kind == INT8
         if self.table is not None:
-            table = torch.zeros(1) if self.table.is_meta else self.table.cpu()
+            table = torch.zeros(1, device="cpu") if self.table.is_meta else self.table.cpu()
             has_whole = bool((table == table.round()).all()) and float(table.abs().max()) <= LARGEST_WHOLE
         if not has_whole:
             values = self._sizes.kind if self.table is None else "of 4 bits for fractions"

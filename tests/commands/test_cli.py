@@ -90,7 +90,7 @@ class MadeEngineError(Exception):
 @pytest.mark.parametrize(
     ("command", "maker", "is_on"),
     [
-        ("generate", "commands.generate.Engine", False),
+        ("generate", "commands.line_results.Engine", False),
         ("chat", "commands.chat.Engine", True),
         ("batch", "commands.batch.Engine", True),
         ("serve", "service.async_engine.Engine", True),

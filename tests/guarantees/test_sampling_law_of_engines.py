@@ -96,6 +96,6 @@ def test_engine_that_forgets_the_position_is_rejected(pair, monkeypatch):
     monkeypatch.setattr(
         verification,
         "sampling_of",
-        lambda *args: replace(right(*args), positions=torch.zeros_like(right(*args).positions)),
+        lambda *args, **masks: replace(right(*args, **masks), positions=torch.zeros_like(right(*args).positions)),
     )
     assert engine_p_value(pair, None) < 1e-12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.models.rounded_models import linears_to_keep, linears_to_round, rounded_copy
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.quantization.packed_weight import dequantized, expert_of
-from specdec_fast.quantization.rounding import ROUNDINGS
+from specdec_fast.quantization.rounding import ROUNDINGS, rounded
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.experts import CONFIGS as MIXTURES
 from support.experts import tiny_mixture
@@ -292,8 +293,8 @@ def test_rows_are_not_rounded_where_there_are_no_whole_numbers():
     with pytest.raises(sd.ConfigError, match=r"quantization='a8' rounds .* LlamaForCausalLM has none .* 'int4-a8'"):
         sd.Engine(tiny_model("llama"), None, quantization="a8")
     quantized = rounded_copy(tiny_model("llama"), "int4")
-    quantized.lm_head.table = torch.linspace(-1, 1, 16)
-    quantized.lm_head.codes = quantized.model.layers[0].mlp.up_proj.codes
+    fractions = rounded(torch.randn(quantized.lm_head.out_features, quantized.lm_head.in_features), ROUNDINGS["int4"])
+    quantized.lm_head = QuantizedLinear(replace(fractions, table=torch.linspace(-1, 1, 16)), None, torch.float32)
     with pytest.raises(sd.ConfigError, match="'a8' does not serve lm_head: its codes are of 4 bits for fractions"):
         sd.Engine(quantized, None, quantization="a8")
     with pytest.raises(sd.ConfigError, match="does not serve lm_head"):

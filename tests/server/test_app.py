@@ -108,7 +108,8 @@ def test_a_conversation_with_tool_calls_is_answered(app, engine, chat_tokens):
     ]
     written = [HELLO[1], {"role": "assistant", "content": ""}, {"role": "tool", "content": "sunny"}]
     ids = chat_tokens.apply_chat_template(written, add_generation_prompt=True, return_dict=False)
-    body = {"messages": messages, "tools": [{"name": "f"}], "tool_choice": "none", "temperature": 0}
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": messages, "tools": [tool], "tool_choice": "none", "temperature": 0}
     (exchange,) = served(app, ("/v1/chat/completions", body | {"return_token_ids": True}))
     assert exchange.json["prompt_token_ids"] == ids, "the template has seen no tools"
     assert exchange.json["choices"][0]["message"]["content"] == reference(engine, ids, max_new_tokens=12).text

@@ -224,6 +224,45 @@ def test_a_client_that_does_not_read_delays_nobody(server, client, reference):
     assert sum(tokens) == 450
 
 
+class Egg(BaseModel):
+    """An egg."""
+
+    size: Literal["S", "M", "L"]
+    fresh: bool
+
+
+def test_answers_that_follow_a_pydantic_model(client):
+    pytest.importorskip("xgrammar")
+    request = {"model": "demo", "messages": HELLO, "temperature": 0, "max_tokens": 300}
+    parsed = client.chat.completions.parse(response_format=Egg, **request)
+    assert isinstance(parsed.choices[0].message.parsed, Egg)
+    tools = {"tools": [openai.pydantic_function_tool(Egg)], "tool_choice": "required", "parallel_tool_calls": False}
+    called = client.chat.completions.parse(**request, **tools)
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Egg)
+    with client.chat.completions.stream(**request, **tools) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].finish_reason == "tool_calls"
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == called.choices[0].message.tool_calls[0].function.parsed_arguments
+
+
+def test_a_schema_that_cannot_be_served_is_a_bad_request(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="demo", messages=HELLO, extra_body={"structured_outputs": {"json": {"items": {"type": "x"}}}}
+        )
+    assert caught.value.param == "structured_outputs"
+    assert "#/items/type" in str(caught.value)
+
+
+@pytest.mark.skipif("CLIENTS_PYTHON" not in os.environ, reason="make test-clients installs the clients of others")
+def test_other_clients(server):
+    """``instructor``, ``litellm`` and ``langchain-openai``, in an environment of their own."""
+    command = [os.environ["CLIENTS_PYTHON"], str(ROOT / "tests/support/other_clients.py"), f"{server.url}/v1", KEY]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert json.loads(found.stdout.splitlines()[-1]) == {}
+
+
 def test_sigterm_under_load_finishes_the_requests(server, reference):
     """The last test of this file, because the process is gone after it; some requests may have ended at the signal."""
     fields = FIELDS | {"max_tokens": 300, "ignore_eos": True}
@@ -298,42 +337,3 @@ def test_without_the_extra_the_command_says_so(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "specdec_fast.server.app", None)
     assert main(["serve", "--target", str(folder), "--draft", "none", "--port", "0"]) == 2
     assert "pip install '.[serve]'" in capsys.readouterr().err
-
-
-class Egg(BaseModel):
-    """An egg."""
-
-    size: Literal["S", "M", "L"]
-    fresh: bool
-
-
-def test_answers_that_follow_a_pydantic_model(client):
-    pytest.importorskip("xgrammar")
-    request = {"model": "demo", "messages": HELLO, "temperature": 0, "max_tokens": 300}
-    parsed = client.chat.completions.parse(response_format=Egg, **request)
-    assert isinstance(parsed.choices[0].message.parsed, Egg)
-    tools = {"tools": [openai.pydantic_function_tool(Egg)], "tool_choice": "required", "parallel_tool_calls": False}
-    called = client.chat.completions.parse(**request, **tools)
-    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Egg)
-    with client.chat.completions.stream(**request, **tools) as stream:
-        final = stream.get_final_completion()
-    assert final.choices[0].finish_reason == "tool_calls"
-    (call,) = final.choices[0].message.tool_calls
-    assert call.function.parsed_arguments == called.choices[0].message.tool_calls[0].function.parsed_arguments
-
-
-def test_a_schema_that_cannot_be_served_is_a_bad_request(client):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="demo", messages=HELLO, extra_body={"structured_outputs": {"json": {"items": {"type": "x"}}}}
-        )
-    assert caught.value.param == "structured_outputs"
-    assert "#/items/type" in str(caught.value)
-
-
-@pytest.mark.skipif("CLIENTS_PYTHON" not in os.environ, reason="make test-clients installs the clients of others")
-def test_other_clients(server):
-    """``instructor``, ``litellm`` and ``langchain-openai``, in an environment of their own."""
-    command = [os.environ["CLIENTS_PYTHON"], str(ROOT / "tests/support/other_clients.py"), f"{server.url}/v1", KEY]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert json.loads(found.stdout.splitlines()[-1]) == {}
