@@ -11,7 +11,7 @@ import pytest
 from specdec_fast.server.app import create_app
 from support.asgi import Exchange, served
 from support.chats import HELLO
-from support.slow_grammars import SLOW, noted_processes
+from support.slow_grammars import SLOW, stopped_process
 
 pytest.importorskip("xgrammar")
 
@@ -202,7 +202,7 @@ def test_a_wrong_schema_of_a_function_is_named(tools_app):
 
 def test_a_grammar_that_takes_long_delays_no_other_request(app, monkeypatch):
     """It is compiled apart; a request that comes later has its answer before. When the process ends, it is refused."""
-    begun = noted_processes(monkeypatch)
+    begun = stopped_process(monkeypatch)
 
     async def both():
         slow = Exchange(app, "/v1/completions", {**TEXT, "structured_outputs": {"json": SLOW}})

@@ -10,7 +10,7 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.structured_outputs import compiling
 from specdec_fast.structured_outputs.compiling import Grammars
-from support.slow_grammars import SLOW, noted_processes
+from support.slow_grammars import SLOW, stopped_process
 
 pytest.importorskip("xgrammar")
 
@@ -90,7 +90,7 @@ def test_a_process_that_dies_is_replaced(grammars):
 
 @pytest.mark.grid
 def test_a_slow_grammar_does_not_delay_others(grammars, monkeypatch):
-    begun = noted_processes(monkeypatch)
+    begun = stopped_process(monkeypatch)
     with ThreadPoolExecutor(1) as executor:
         refused = executor.submit(message, grammars, json=SLOW)
         slow = begun.get()

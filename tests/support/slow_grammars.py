@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from queue import SimpleQueue
 
 from specdec_fast.structured_outputs import compiling
@@ -9,13 +10,17 @@ from specdec_fast.structured_outputs import compiling
 SLOW = {"enum": ["a" * size for size in range(1, 450)]}
 
 
-def noted_processes(monkeypatch):
-    """Return a queue of every process that begins to compile from now on."""
+def stopped_process(monkeypatch):
+    """Return a queue of one process: the next one that begins to compile, stopped, so that it is slow anywhere."""
     begun = SimpleQueue()
     answer = compiling._Process.answer
+    stopped = []
 
     def noted(process, *job):
-        begun.put(process)
+        if not stopped:
+            stopped.append(process)
+            process._process.send_signal(signal.SIGSTOP)
+            begun.put(process)
         return answer(process, *job)
 
     monkeypatch.setattr(compiling._Process, "answer", noted)
