@@ -31,18 +31,7 @@ from torch.nn.functional import pad
 from specdec_fast.quantization.packed_weight import OF_GROUPS, PANEL, PackedWeight
 from specdec_fast.triton_kernels.byte_permutation import has_permute
 from specdec_fast.triton_kernels.overlap import overlaps, wait
-from specdec_fast.triton_kernels.quantized_linear_parts import (
-    FLOAT8,
-    INT8,
-    TABLE,
-    added,
-    inputs_of,
-    products_of,
-    registers_of_table,
-    scales_of,
-    values_of,
-    weights_of,
-)
+from specdec_fast.triton_kernels.quantized_linear_parts import FLOAT8, INT8, TABLE, registers_of_table, total_of_tile
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 _LANES = 8  # sums of an output, each of every eighth block; as many as warps
@@ -89,51 +78,21 @@ def _quantized_linear_kernel(
     HAS_PERMUTE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = IN_FEATURES // SIZE
-    LENGTH: tl.constexpr = 4 if ROUNDED or KIND == TABLE else 2  # consecutive numbers that a thread multiplies
     row_groups = tl.cdiv(num_rows, BLOCK_ROWS)
     tile = (tl.program_id(0) // row_groups).to(tl.int64)
-    output = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
-    panel = output // PANEL
-    is_output = output < out_features
-    in_panel = panel * PANEL < out_features
-    word = tl.arange(0, WORDS)[None, :, None]
-    codes_at = codes + (panel * (BLOCKS * WORDS * PANEL) + output % PANEL)[None, None, :] + word * PANEL
     row = (tl.program_id(0) % row_groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     is_row = row < num_rows
+    output = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
+    is_output = output < out_features
     DTYPE: tl.constexpr = rows.dtype.element_ty
-    row_offset = tl.multiple_of(row * stride_rows_row, 128 // DTYPE.primitive_bitwidth)  # of 16 bytes
-    row_at = rows + row_offset[None, :, None] + tl.arange(0, SIZE)[None, None, :]
     PERMUTES: tl.constexpr = HAS_PERMUTE and KIND == TABLE and not DTYPE.is_fp32()
     registers = registers_of_table(table, DTYPE, PERMUTES)
     wait(OVERLAPS)
-    sums = tl.zeros([LANES, BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for first in tl.range(0, BLOCKS, LANES, num_stages=STAGES):
-        block = first + tl.arange(0, LANES)[:, None, None]
-        inside = (block < BLOCKS) | (BLOCKS % LANES == 0)
-        words = tl.load(codes_at + block * (WORDS * PANEL), mask=inside & in_panel[None, None, :], other=0)
-        numbers = tl.load(row_at + block * SIZE, mask=inside & is_row[None, :, None], other=0)
-        lane_block = first + tl.arange(0, LANES)[:, None]
-        has_block = (lane_block < BLOCKS) | (BLOCKS % LANES == 0)
-        scale = scales_of(
-            scales, super_scales, tile, lane_block, has_block, out_features, BLOCKS, GROUP, SIZE, BLOCK_OUT, PANEL
-        )
-        weights = weights_of(values_of(words, table, registers, DTYPE, KIND, PERMUTES), LENGTH)
-        inputs = inputs_of(numbers, WORDS, LENGTH)
-        products = products_of(weights, inputs)
-        if ROUNDED:
-            step = tl.load(steps + (row * BLOCKS)[None, None, :] + block, mask=inside & is_row[None, None, :], other=0)
-            products *= step
-        sums = tl.fma(tl.broadcast_to(scale, products.shape), products, sums)
-        if HAS_MINS:
-            least = scales_of(
-                mins, super_mins, tile, lane_block, has_block, out_features, BLOCKS, GROUP, SIZE, BLOCK_OUT, PANEL
-            )
-            totals = products_of(tl.full(weights.shape, 1, weights.dtype), inputs)
-            if ROUNDED:
-                totals *= step
-            sums = tl.fma(tl.broadcast_to(least, totals.shape), totals, sums)
-    total = added(sums)
+    total = total_of_tile(
+        rows, steps, codes, scales, mins, super_scales, super_mins, table, registers, row, is_row, stride_rows_row,
+        tile, out_features, IN_FEATURES, GROUP, KIND, ROUNDED, HAS_MINS, WORDS, SIZE, BLOCK_OUT, LANES, PANEL, STAGES,
+        PERMUTES,
+    )  # fmt: skip
     if has_bias != 0:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
     out_at = out + (row * out_features)[:, None] + output[None, :]
@@ -172,7 +131,7 @@ def _round_kernel(
 
 
 @dataclass(frozen=True)
-class _Format:
+class PackedFormat:
     """What a kernel is compiled for, of a weight; its sizes come in addition."""
 
     kind: str
@@ -182,11 +141,12 @@ class _Format:
     rounds_rows: bool = False
 
 
-def _format_of(weight: PackedWeight) -> _Format:
-    return _Format(weight.kind, weight.block_size, weight.group_size, weight.mins is not None, weight.rounds_rows)
+def format_of(weight: PackedWeight) -> PackedFormat:
+    """Return the format of a weight."""
+    return PackedFormat(weight.kind, weight.block_size, weight.group_size, weight.mins is not None, weight.rounds_rows)
 
 
-def _launch(form: _Format, dtype: torch.dtype, in_features: int, out_features: int, num_rows: int) -> Launch:
+def launch_of(form: PackedFormat, dtype: torch.dtype, in_features: int, out_features: int, num_rows: int) -> Launch:
     """Choose tiles: few rows share a program, and the programs of few outputs compute one panel each.
 
     Two panels halve how often rows are read; four would leave an H100 without enough programs. fp32 uses no tensor
@@ -244,11 +204,24 @@ def _aligned(rows: Tensor, in_features: int) -> Tensor:
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _numbers_of_groups(weight: PackedWeight) -> list[Tensor]:
-    """Return the tensors of ``OF_GROUPS``, aligned to 32 bits, as copies if need be; scales in place of absent ones."""
+def numbers_of(rows: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Return what a kernel multiplies, of whole blocks: integers and their steps, or the rows, which stand for both."""
+    num_blocks = weight.codes.shape[-3]
+    if weight.rounds_rows:
+        return _rounded(rows, num_blocks, weight.block_size)
+    numbers = _aligned(rows, num_blocks * weight.block_size)
+    return numbers, numbers
+
+
+def tensors_of(weight: PackedWeight) -> list[Tensor]:
+    """Return codes, the tensors of ``OF_GROUPS`` and the table as a kernel takes them; scales stand for absent ones.
+
+    Numbers of groups are aligned to 32 bits, as copies if need be.
+    """
     found = [getattr(weight, name) for name in OF_GROUPS]
     given = [weight.scales if each is None else each for each in found]
-    return [each if each.data_ptr() % 4 == 0 else each.clone() for each in given]
+    of_groups = [each if each.data_ptr() % 4 == 0 else each.clone() for each in given]
+    return [weight.codes, *of_groups, of_groups[0] if weight.table is None else weight.table]
 
 
 def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -257,22 +230,14 @@ def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = N
     out = torch.empty(num_rows, weight.out_features, dtype=rows.dtype, device=rows.device)
     if num_rows == 0:
         return out
-    num_blocks = weight.codes.shape[1]
-    steps = out
-    if weight.rounds_rows:
-        numbers, steps = _rounded(rows, num_blocks, weight.block_size)
-    else:
-        numbers = _aligned(rows, num_blocks * weight.block_size)
-    launch = _launch(_format_of(weight), rows.dtype, weight.in_features, weight.out_features, num_rows)
+    numbers, steps = numbers_of(rows, weight)
+    launch = launch_of(format_of(weight), rows.dtype, weight.in_features, weight.out_features, num_rows)
     tiles = launch.constexprs
     num_tiles = triton.cdiv(weight.out_features, tiles["BLOCK_OUT"])
-    numbers_of_groups = _numbers_of_groups(weight)
     _quantized_linear_kernel[(num_tiles * triton.cdiv(num_rows, tiles["BLOCK_ROWS"]),)](
         numbers,
         steps,
-        weight.codes,
-        *numbers_of_groups,
-        numbers_of_groups[0] if weight.table is None else weight.table,
+        *tensors_of(weight),
         out if bias is None else bias,
         out,
         num_rows,
@@ -284,61 +249,68 @@ def quantized_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = N
     return out
 
 
-# What engines round to, and what checkpoints hold: names, formats, dtypes of scales, and sizes.
-_INT4 = _Format("table")
-_SHORT = _Format("int8", block_size=16, group_size=16)
-_MODELS = ((4096, 4096), (4096, 12_288))
-_USUAL: tuple[tuple[str, _Format, torch.dtype, tuple[tuple[int, int], ...]], ...] = (
-    ("int4", _INT4, torch.float16, _MODELS),
-    ("int8", _Format("int8"), torch.float16, _MODELS),
-    ("int4_a8", replace(_INT4, rounds_rows=True), torch.float16, _MODELS),
-    ("int8_a8", _Format("int8", rounds_rows=True), torch.float16, _MODELS),
-    ("float8", _Format("float8_e4m3", group_size=128), torch.float32, _MODELS[:1]),
-    ("mxfp4", _INT4, torch.bfloat16, _MODELS[:1]),
-    ("mxfp4_a8", replace(_INT4, rounds_rows=True), torch.bfloat16, _MODELS[:1]),
-    ("nf4", replace(_INT4, group_size=64), torch.float32, _MODELS[:1]),
-    ("q4_k", replace(_INT4, has_mins=True), torch.int8, _MODELS[:1]),
-    ("q4_k_a8", replace(_INT4, has_mins=True, rounds_rows=True), torch.int8, _MODELS[:1]),
-    ("awq", replace(_INT4, has_mins=True), torch.float32, _MODELS[:1]),
-    ("awq_a8", replace(_INT4, group_size=128, has_mins=True, rounds_rows=True), torch.float16, _MODELS[:1]),
-    ("q6_k", _SHORT, torch.int8, _MODELS[:1]),
-    ("q6_k_a8", replace(_SHORT, rounds_rows=True), torch.int8, _MODELS[:1]),
+# What engines round to, and what checkpoints hold: names, formats and dtypes of scales.
+_INT4 = PackedFormat("table")
+_SHORT = PackedFormat("int8", block_size=16, group_size=16)
+_USUAL = (
+    ("int4", _INT4, torch.float16),
+    ("int8", PackedFormat("int8"), torch.float16),
+    ("int8_a8", PackedFormat("int8", rounds_rows=True), torch.float16),
+    ("float8", PackedFormat("float8_e4m3", group_size=128), torch.float32),
+    ("q4_k", replace(_INT4, has_mins=True), torch.int8),
+    ("awq", replace(_INT4, has_mins=True), torch.float32),
 )
+_OTHERS = (
+    ("int4_a8", replace(_INT4, rounds_rows=True), torch.float16),
+    ("mxfp4", _INT4, torch.bfloat16),
+    ("mxfp4_a8", replace(_INT4, rounds_rows=True), torch.bfloat16),
+    ("nf4", replace(_INT4, group_size=64), torch.float32),
+    ("q4_k_a8", replace(_INT4, has_mins=True, rounds_rows=True), torch.int8),
+    ("awq_a8", replace(_INT4, group_size=128, has_mins=True, rounds_rows=True), torch.float16),
+    ("q6_k", _SHORT, torch.int8),
+    ("q6_k_a8", replace(_SHORT, rounds_rows=True), torch.int8),
+)
+_IN_ALL_TILES = ("int4", "int8", "int8_a8")
+_MODELS = ((4096, 4096), (4096, 12_288))
 
 
 def variants() -> Iterator[Variant]:
-    """Yield the compilations: in bf16 all tiles of the formats that engines round to, else that of the fewest rows.
+    """Yield the compilations: in bf16 all formats, three of them in all tiles; a few formats in other dtypes.
 
-    So many take long to compile; other tiles have the same arithmetic.
+    So many take long to compile. Other tiles have the same arithmetic, and other dtypes the same codes.
     """
     integers = dict.fromkeys(("num_rows", "stride_rows_row", "out_features", "has_bias"), "i32")
     for dtype, kind in TYPE_NAMES.items():
-        for name, form, scale_dtype, sizes in _USUAL:
-            scale = "*i8" if scale_dtype == torch.int8 else f"*{TYPE_NAMES[scale_dtype]}"
-            pointers = dict.fromkeys(("rows", "steps", "bias", "out"), f"*{kind}")
-            pointers |= {"codes": "*i32", "scales": scale, "mins": scale}
-            pointers |= {"super_scales": "*fp16", "super_mins": "*fp16" if form.has_mins else scale}
-            pointers |= {} if scale == "*i8" else {"super_scales": scale, "super_mins": scale}
-            pointers["table"] = "*fp32" if form.kind == "table" else scale
-            if form.rounds_rows:
-                pointers |= {"rows": "*i8", "steps": "*fp32"}
-            for suffix, launch in _tiles(form, dtype, sizes).items():
+        is_bf16 = dtype == torch.bfloat16
+        for name, form, scale_dtype in (*_USUAL, *_OTHERS) if is_bf16 else _USUAL:
+            pointers = pointers_of(form, kind, scale_dtype)
+            for suffix, launch in _tiles(form, dtype, is_bf16 and name in _IN_ALL_TILES).items():
                 full = f"{kind}_{name}_{suffix}"
                 yield launch.variant(full, _quantized_linear_kernel, pointers | integers, tuple(pointers))
         signature = {"rows": f"*{kind}", "whole": "*i8", "steps": "*fp32"}
         signature |= dict.fromkeys(("in_features", "stride_rows_row"), "i32")
-        for size in (32, 16):
+        for size in (32, 16) if is_bf16 else (32,):
             launch = _round_launch(4096 // size, size)
             yield launch.variant(f"{kind}_round_{size}", _round_kernel, signature, ("rows", "whole", "steps"))
             yield launch.variant(f"{kind}_round_{size}_unaligned", _round_kernel, signature, ("whole", "steps"))
 
 
-def _tiles(form: _Format, dtype: torch.dtype, sizes: tuple[tuple[int, int], ...]) -> dict[str, Launch]:
+def pointers_of(form: PackedFormat, kind: str, scale_dtype: torch.dtype) -> dict[str, str]:
+    """Return the types of the pointers to rows, weights and results, for rows of a type and scales of a dtype."""
+    scale = "*i8" if scale_dtype == torch.int8 else f"*{TYPE_NAMES[scale_dtype]}"
+    pointers = dict.fromkeys(("rows", "steps", "bias", "out"), f"*{kind}")
+    pointers |= {"codes": "*i32", "scales": scale, "mins": scale}
+    pointers |= {"super_scales": "*fp16", "super_mins": "*fp16" if form.has_mins else scale}
+    pointers |= {} if scale == "*i8" else {"super_scales": scale, "super_mins": scale}
+    pointers["table"] = "*fp32" if form.kind == "table" else scale
+    return pointers | ({"rows": "*i8", "steps": "*fp32"} if form.rounds_rows else {})
+
+
+def _tiles(form: PackedFormat, dtype: torch.dtype, has_all: bool) -> dict[str, Launch]:
     """Return the launches to list for a format, by the names of their tiles."""
-    has_all = sizes == _MODELS and dtype == torch.bfloat16
     found = {}
-    for in_features, out_features in sizes if has_all else sizes[:1]:
+    for in_features, out_features in _MODELS if has_all else _MODELS[:1]:
         for num_rows in (8, 16, 1 << 20) if has_all else (8,):
-            launch = _launch(form, dtype, in_features, out_features, num_rows)
+            launch = launch_of(form, dtype, in_features, out_features, num_rows)
             found[f"{launch.constexprs['BLOCK_OUT']}x{launch.constexprs['BLOCK_ROWS']}"] = launch
     return found

@@ -1,4 +1,7 @@
-"""Parts of the kernel of ``quantized_linear``: codes become values, in the registers in which they are multiplied."""
+"""Parts of the kernels of packed weights: codes become values, in the registers in which they are multiplied.
+
+``quantized_linear`` and ``grouped_quantized_linear`` call them, so a row has the same bits in both.
+"""
 
 from __future__ import annotations
 
@@ -208,3 +211,60 @@ def added(sums):
     first, second = (first + second).reshape(OUT, ROWS, 2, 2).split()
     first, second = (first + second).split()
     return (first + second).reshape(OUT // 16, 2, 8, ROWS).permute(0, 2, 1, 3).reshape(OUT, ROWS)
+
+
+@triton.jit
+def total_of_tile(
+    rows, steps, codes, scales, mins, super_scales, super_mins, table, registers, row, is_row, stride_rows_row, tile,
+    out_features, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, ROUNDED: tl.constexpr,
+    HAS_MINS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    LANES: tl.constexpr, PANEL: tl.constexpr, STAGES: tl.constexpr, PERMUTES: tl.constexpr,
+):  # fmt: skip
+    """Return the products ``[BLOCK_OUT, BLOCK_ROWS]`` of a tile of outputs of one matrix with any rows, in fp32.
+
+    Args:
+        rows, steps, codes, scales, mins, super_scales, super_mins, table, stride_rows_row, out_features: as in the
+            kernel of ``quantized_linear``, with the codes, scales and minima of the matrix.
+        registers: see ``registers_of_table``.
+        row, is_row: places of the rows, and which there are, ``[BLOCK_ROWS]``.
+        tile: place of the tile, in int64.
+        IN_FEATURES and others: as in the kernel of ``quantized_linear``.
+        PERMUTES: whether codes are looked up in ``registers``.
+    """
+    BLOCKS: tl.constexpr = IN_FEATURES // SIZE
+    LENGTH: tl.constexpr = 4 if ROUNDED or KIND == TABLE else 2  # consecutive numbers that a thread multiplies
+    DTYPE: tl.constexpr = rows.dtype.element_ty
+    output = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
+    panel = output // PANEL
+    in_panel = panel * PANEL < out_features
+    word = tl.arange(0, WORDS)[None, :, None]
+    codes_at = codes + (panel * (BLOCKS * WORDS * PANEL) + output % PANEL)[None, None, :] + word * PANEL
+    row_offset = tl.multiple_of(row * stride_rows_row, 128 // DTYPE.primitive_bitwidth)  # of 16 bytes
+    row_at = rows + row_offset[None, :, None] + tl.arange(0, SIZE)[None, None, :]
+    sums = tl.zeros([LANES, BLOCK_OUT, row.shape[0]], tl.float32)
+    for first in tl.range(0, BLOCKS, LANES, num_stages=STAGES):
+        block = first + tl.arange(0, LANES)[:, None, None]
+        inside = (block < BLOCKS) | (BLOCKS % LANES == 0)
+        words = tl.load(codes_at + block * (WORDS * PANEL), mask=inside & in_panel[None, None, :], other=0)
+        numbers = tl.load(row_at + block * SIZE, mask=inside & is_row[None, :, None], other=0)
+        lane_block = first + tl.arange(0, LANES)[:, None]
+        has_block = (lane_block < BLOCKS) | (BLOCKS % LANES == 0)
+        scale = scales_of(
+            scales, super_scales, tile, lane_block, has_block, out_features, BLOCKS, GROUP, SIZE, BLOCK_OUT, PANEL
+        )
+        weights = weights_of(values_of(words, table, registers, DTYPE, KIND, PERMUTES), LENGTH)
+        inputs = inputs_of(numbers, WORDS, LENGTH)
+        products = products_of(weights, inputs)
+        if ROUNDED:
+            step = tl.load(steps + (row * BLOCKS)[None, None, :] + block, mask=inside & is_row[None, None, :], other=0)
+            products *= step
+        sums = tl.fma(tl.broadcast_to(scale, products.shape), products, sums)
+        if HAS_MINS:
+            least = scales_of(
+                mins, super_mins, tile, lane_block, has_block, out_features, BLOCKS, GROUP, SIZE, BLOCK_OUT, PANEL
+            )
+            totals = products_of(tl.full(weights.shape, 1, weights.dtype), inputs)
+            if ROUNDED:
+                totals *= step
+            sums = tl.fma(tl.broadcast_to(least, totals.shape), totals, sums)
+    return added(sums)

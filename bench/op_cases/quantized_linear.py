@@ -44,7 +44,7 @@ def _draw(
 
 
 @dataclass(frozen=True)
-class _Format:
+class Format:
     """A checkpoint's kind of codes."""
 
     kind: str
@@ -56,11 +56,17 @@ class _Format:
 
 
 def _draw_codes(
-    shape: tuple[int, int, int], form: _Format, generator: torch.Generator, dtype: torch.dtype
+    shape: tuple[int, int, int], form: Format, generator: torch.Generator, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Draw codes; rows are a slice, so that they have any alignment."""
     num_rows, in_features, out_features = shape
     rows = torch.randn(num_rows, in_features + 3, generator=generator).to(dtype)[:, 1 : in_features + 1]
+    weight = drawn_weight(in_features, out_features, form, generator)
+    return {"rows": rows, "weight": weight, "bias": torch.randn(out_features, generator=generator).to(dtype)}
+
+
+def drawn_weight(in_features: int, out_features: int, form: Format, generator: torch.Generator) -> PackedWeight:
+    """Draw a weight with any codes; products with normal numbers are about 1."""
     num_codes = 256 if form.table is None else 16
     codes = torch.randint(0, num_codes, (out_features, in_features), generator=generator, dtype=torch.uint8)
     if form.kind == FLOAT8:  # no NaNs: 0x7f and 0xff
@@ -86,7 +92,7 @@ def _draw_codes(
     )
     if supers is not None:
         weight = with_super_scales(weight, supers[0], supers[1] if form.has_mins else None)
-    return {"rows": rows, "weight": weight, "bias": torch.randn(out_features, generator=generator).to(dtype)}
+    return weight
 
 
 def _bytes_moved(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
@@ -109,10 +115,10 @@ def _benchmarks_of_rows(counts: Iterable[int]) -> tuple[Case, ...]:
     )
 
 
-_MXFP4 = _Format(TABLE, 32, E2M1, scale_dtype=torch.bfloat16)
-_Q4_K = _Format(TABLE, 32, WHOLE, has_mins=True, scale_dtype=torch.int8)
-_Q6_K = _Format(INT8, 16, scale_dtype=torch.int8)
-_AWQ_A8 = _Format(TABLE, 128, WHOLE, has_mins=True, rounds_rows=True, scale_dtype=torch.float16)
+MXFP4 = Format(TABLE, 32, E2M1, scale_dtype=torch.bfloat16)
+Q4_K = Format(TABLE, 32, WHOLE, has_mins=True, scale_dtype=torch.int8)
+Q6_K = Format(INT8, 16, scale_dtype=torch.int8)
+AWQ_A8 = Format(TABLE, 128, WHOLE, has_mins=True, rounds_rows=True, scale_dtype=torch.float16)
 
 OP_CASES = OpCases(
     cases=(
@@ -128,16 +134,16 @@ OP_CASES = OpCases(
         Case("int4_a8_threads", "enough outputs for several threads", partial(_draw, (6, 512, 515), "int4-a8")),
         Case("int8_threads", "enough outputs for several threads", partial(_draw, (6, 512, 515), "int8")),
         Case("quantized_no_rows", "an empty batch", partial(_draw, (0, 32, 16), "int4", has_bias=True)),
-        Case("float8", "fp8 of a checkpoint", partial(_draw_codes, (5, 130, 33), _Format(FLOAT8, 128))),
-        Case("mxfp4", "a table, bf16 scales", partial(_draw_codes, (2, 64, 20), _MXFP4)),
-        Case("mxfp4_a8", "rounded rows", partial(_draw_codes, (9, 64, 20), replace(_MXFP4, rounds_rows=True))),
-        Case("curved", "a table of fractions", partial(_draw_codes, (3, 96, 40), _Format(TABLE, 64, CURVED))),
-        Case("mins", "minima in fp32", partial(_draw_codes, (7, 256, 48), _Format(TABLE, 32, WHOLE, has_mins=True))),
-        Case("q4_k", "minima, two levels", partial(_draw_codes, (7, 800, 48), _Q4_K)),
-        Case("q4_k_a8", "rounded", partial(_draw_codes, (3, 256, 20), replace(_Q4_K, rounds_rows=True))),
-        Case("awq_a8", "minima, long groups, rounded rows", partial(_draw_codes, (4, 256, 17), _AWQ_A8)),
-        Case("q6_k", "short blocks, two levels", partial(_draw_codes, (5, 592, 31), _Q6_K)),
-        Case("q6_k_a8", "rounded", partial(_draw_codes, (6, 80, 31), replace(_Q6_K, rounds_rows=True))),
+        Case("float8", "fp8 of a checkpoint", partial(_draw_codes, (5, 130, 33), Format(FLOAT8, 128))),
+        Case("mxfp4", "a table, bf16 scales", partial(_draw_codes, (2, 64, 20), MXFP4)),
+        Case("mxfp4_a8", "rounded rows", partial(_draw_codes, (9, 64, 20), replace(MXFP4, rounds_rows=True))),
+        Case("curved", "a table of fractions", partial(_draw_codes, (3, 96, 40), Format(TABLE, 64, CURVED))),
+        Case("mins", "minima in fp32", partial(_draw_codes, (7, 256, 48), Format(TABLE, 32, WHOLE, has_mins=True))),
+        Case("q4_k", "minima, two levels", partial(_draw_codes, (7, 800, 48), Q4_K)),
+        Case("q4_k_a8", "rounded", partial(_draw_codes, (3, 256, 20), replace(Q4_K, rounds_rows=True))),
+        Case("awq_a8", "minima, long groups, rounded rows", partial(_draw_codes, (4, 256, 17), AWQ_A8)),
+        Case("q6_k", "short blocks, two levels", partial(_draw_codes, (5, 592, 31), Q6_K)),
+        Case("q6_k_a8", "rounded", partial(_draw_codes, (6, 80, 31), replace(Q6_K, rounds_rows=True))),
     ),
     benchmarks=_benchmarks_of_rows((1, 8, 48)),  # plain decoding, a batch, batch 8 with K 5
     bytes_moved=_bytes_moved,

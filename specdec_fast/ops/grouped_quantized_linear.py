@@ -62,6 +62,7 @@ OP = Op(
     implementations={
         "cpp": "specdec_fast.ops.cpp:grouped_quantized_linear",
         "torch": "specdec_fast.ops.grouped_quantized_linear:grouped_quantized_linear",
+        "triton": "specdec_fast.triton_kernels.grouped_quantized_linear:grouped_quantized_linear",
     },
     check=_check,
     exact=False,

@@ -25,6 +25,7 @@ FEW = {
     "compact_kv": "bf16_",
     "conv_rows": "bf16_4_bias_silu",
     "grouped_linear": "bf16_768",
+    "grouped_quantized_linear": "bf16_int4_32x8",
     "linear": "bf16_1024x151936_64x16",
     "linear_attention_rows": "bf16_mamba_128x64",
     "noise_words": "tokens",
@@ -37,13 +38,15 @@ FEW = {
     "verify_chain": r"(chunk_bf16_|accept_19_chunks|walk)",
 }
 SLICE = "|".join(rf"{file}\.{names}" for file, names in FEW.items())
-DISASSEMBLED = (
-    r"paged_attention\.|linear\.bf16_1024x|linear_attention_rows\.|quantized_linear\."  # takes half a second for each
-)
+# Disassembling takes half a second for each.
+DISASSEMBLED = r"paged_attention\.|linear\.bf16_1024x|linear_attention_rows\.|(grouped_)?quantized_linear\."
+QUANTIZED = r"(grouped_)?quantized_linear\."
+ALL_TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 KERNEL_FILES = [module.__name__ for module in kernel_modules()]
 REPORTS = [
     pytest.param((("sm_90",), KERNEL_FILES, SLICE, DISASSEMBLED), id="slice", marks=pytest.mark.grid),
-    pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), [], "", ""), id="all", marks=pytest.mark.grid),
+    pytest.param((ALL_TARGETS, KERNEL_FILES, QUANTIZED, ""), id="quantized", marks=pytest.mark.grid),
+    pytest.param((ALL_TARGETS, [], rf"(?!{QUANTIZED})", ""), id="others", marks=pytest.mark.grid),
 ]
 BASELINE = ROOT / "bench/results/aot.json"
 
@@ -59,7 +62,7 @@ def run_aot(compiler: Compiler, *options: str) -> tuple[int, dict[str, Any]]:
 def report(request: pytest.FixtureRequest, compiler: Compiler) -> dict[str, Any]:
     """One run over all kernels, compared with the committed one if that is of this Triton."""
     targets, modules, kernels, instructions = request.param
-    jobs = "1" if kernels else str(os.cpu_count() or 1)  # few are compiled sooner than a process starts
+    jobs = "1" if kernels == SLICE else str(os.cpu_count() or 1)  # few are compiled sooner than a process starts
     options = ["--targets", ",".join(targets), "--kernels", kernels, "--instructions", instructions, "--jobs", jobs]
     options += ["--modules", ",".join(modules)] if modules else []
     if json.loads(BASELINE.read_text())["triton"] == triton.__version__:
@@ -67,6 +70,12 @@ def report(request: pytest.FixtureRequest, compiler: Compiler) -> dict[str, Any]
     returncode, result = run_aot(compiler, *options)
     assert returncode == 0, (failing(result), result["got_worse"])
     return result
+
+
+def need_others(report: dict[str, Any]) -> None:
+    """Skip a test of kernels that the report of quantised linears does not have."""
+    if all(re.match(QUANTIZED, row["kernel"]) for row in report["kernels"]):
+        pytest.skip("kernels of the other report")
 
 
 def failing(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -83,15 +92,19 @@ def test_the_committed_report_has_every_kernel():
         for module in modules_named()
         for variant in module.variants()
     ]
-    assert known == {(kernel, target) for kernel in kernels for target in ("sm_80", "sm_90", "sm_100", "gfx942")}
+    assert known == {(kernel, target) for kernel in kernels for target in ALL_TARGETS}
 
 
 def test_every_kernel_file_is_compiled_for_every_target(report, request):
     compiled = {(row["kernel"].split(".")[0], row["target"]) for row in report["kernels"]}
     files = {module.rpartition(".")[2] for module, _ in TRITON_FUNCTIONS.values()}
     files |= {"sampling", "sampling_edits"}  # parts of verify_chain
-    if request.node.callspec.id == "all":
-        files.add("fused_linears")  # generated
+    quantized = {file for file in files if re.match(QUANTIZED, f"{file}.")}
+    assert quantized
+    if request.node.callspec.id == "quantized":
+        files = quantized
+    elif request.node.callspec.id == "others":
+        files = files - quantized | {"fused_linears"}  # generated
     assert compiled == {(file, target) for file in files for target in report["targets"]}
 
 
@@ -108,7 +121,8 @@ def test_kernels_use_no_local_memory_and_multiply_on_tensor_cores(report):
     dots = [
         row
         for row in rows
-        if row["kernel"].startswith(("linear.", "paged_attention.", "quantized_")) and "path" not in row
+        if row["kernel"].startswith(("linear.", "paged_attention.", "quantized_", "grouped_quantized_"))
+        and "path" not in row
     ]
     dots = [row for row in dots if re.match(r"\w+\.(bf16|fp16)_(?!.*_merge|round)", row["kernel"])]
     assert dots
@@ -120,6 +134,7 @@ def test_kernels_use_no_local_memory_and_multiply_on_tensor_cores(report):
 
 def test_moves_in_place_wait_between_loading_and_storing(report):
     """The interpreter has one thread per program, so only the machine code shows a missing barrier."""
+    need_others(report)
     moving = [row for row in report["kernels"] if row["kernel"].startswith(("compact_kv.", "realign_kv."))]
     assert moving
     assert [row for row in moving if row["barriers"] < 1] == []
@@ -135,6 +150,7 @@ def test_copies_and_scans_use_the_widest_access(report, file):
 
     On NVIDIA: AMD's warps are twice as wide, and small tiles leave each of their threads less than 16 bytes.
     """
+    need_others(report)
     rows = [row for row in report["kernels"] if row["kernel"].startswith(file) and row["target"].startswith("sm_")]
     usual = [row for row in rows if not row["kernel"].endswith(NARROW)]
     assert usual

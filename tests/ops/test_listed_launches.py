@@ -102,6 +102,16 @@ def quantized_args(out_features: int, form: dict[str, Any], dtype: torch.dtype) 
     return {"rows": torch.empty(2, 4096, dtype=dtype), "weight": weight}
 
 
+def grouped_quantized_args(num_rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    codes = torch.empty(128, 96, 64, 4, 16, dtype=torch.int32)
+    scales = torch.empty(128, 96, 64, 16, dtype=torch.float16)
+    return {
+        "rows": torch.empty(num_rows, 1, 2048, dtype=dtype),
+        "expert_ids": torch.zeros(num_rows, 8, dtype=torch.int64),
+        "weight": PackedWeight(codes, scales, None, torch.empty(16), 2048, 1536, 32, TABLE),
+    }
+
+
 def conv_args(kernel: int, has_bias: bool, activation: str | None, dtype: torch.dtype) -> dict[str, Any]:
     args = make("conv_rows_", "mixed", dtype)
     weight = torch.empty(24, kernel, dtype=dtype)
@@ -156,6 +166,7 @@ LAUNCHES: dict[str, list[Callable[[torch.dtype], dict[str, Any]]]] = {
             (4096, {"kind": TABLE, "has_mins": True, "scale_dtype": torch.int8}),
         )
     ],
+    "grouped_quantized_linear": [lambda dtype: grouped_quantized_args(1, dtype)],
     "noise_words": [lambda dtype, case=case: make("noise_words", case, dtype) for case in ("level", "wide")],
     "compact_kv_": [lambda dtype: compact_args(16, 8, 128, dtype), lambda dtype: compact_args(4, 3, 20, dtype)],
     "realign_kv_": [

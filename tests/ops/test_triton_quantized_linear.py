@@ -71,8 +71,8 @@ each_weight = pytest.mark.parametrize("weight", list(WEIGHTS.values()), ids=list
 
 
 def rows_of_tile(num_rows: int, dtype: torch.dtype, weight: PackedWeight) -> int:
-    form = module._format_of(weight)
-    tiles = module._launch(form, dtype, weight.in_features, weight.out_features, num_rows).constexprs
+    form = module.format_of(weight)
+    tiles = module.launch_of(form, dtype, weight.in_features, weight.out_features, num_rows).constexprs
     return tiles["BLOCK_ROWS"]
 
 
@@ -111,7 +111,7 @@ def test_a_rows_bits_do_not_depend_on_the_width_of_tiles(name, monkeypatch):
     rows = make_rows(3, torch.float16)
     narrow = quantized_linear(rows, WEIGHTS[name])
     monkeypatch.setattr(module, "_WIDE", 1)
-    launch = module._launch(module._format_of(WEIGHTS[name]), rows.dtype, IN_FEATURES, OUT_FEATURES, 3)
+    launch = module.launch_of(module.format_of(WEIGHTS[name]), rows.dtype, IN_FEATURES, OUT_FEATURES, 3)
     assert launch.constexprs["BLOCK_OUT"] == 32
     assert torch.equal(quantized_linear(rows, WEIGHTS[name]), narrow)
 
