@@ -35,6 +35,7 @@ from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import graphs as gpu_graphs
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import programs as gpu_programs
+from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.isolated_tasks import ROOT, Progress, Result, Settings, Task, inline, is_red, isolated, run_tasks
 from specdec_fast.commands.common import format_table
@@ -46,6 +47,7 @@ TASKS = (
     Task("graphs", gpu_graphs.run, 2),
     Task("decoding", gpu_decoding.run, 5),
     Task("timings", gpu_timings.run, 4),
+    Task("quantized", gpu_quantized.run, 2),
     Task("kernels", gpu_kernels.run, 3),
     Task("graph_gates", gpu_graphs.run_gates, 2),
     Task("equivalence", gpu_equivalence.run, 2),
@@ -118,7 +120,8 @@ def _finite(value: Any) -> Any:
 def print_tables(results: dict[str, Result]) -> None:
     """Print measured speeds, failures, and a line per task."""
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
-        ("timings", _timing_lines, ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")),
+        ("timings", _timing_lines, _TIMING_HEADER),
+        ("quantized", _timing_lines, _TIMING_HEADER),
         ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
         ("decoding", _decoding_lines, ("method", "batch", "acceptance", *_DECODING_HEADER)),
         ("drafters", _drafter_lines, ("what", "tokens/s", "length", "ms drafting/step", "graphs", "equal")),
@@ -136,6 +139,7 @@ def print_tables(results: dict[str, Result]) -> None:
     print(format_table(header, [_part_line(*item) for item in results.items()]))
 
 
+_TIMING_HEADER = ("op", "case", "dtype", "method", "us", "us/call", "GB/s", "of copy")
 _DECODING_HEADER = ("tokens/s", "over plain", "length", "outside", "equal")
 
 

@@ -26,8 +26,10 @@ from triton.backends.compiler import GPUTarget
 from bench.common.pairs import ModelShape
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import kernels as gpu_kernels
+from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_.isolated_tasks import ROOT, Progress, Settings
 from bench.gpu_.launches import Call, Heads, Note, calls_of_cases, calls_on, launcher, notes_of
+from bench.gpu_.timings import HAS_PART
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels.linear import linears
 
@@ -71,7 +73,8 @@ def _calls() -> Iterator[tuple[str, Call]]:
     """Yield calls that launch everything that the other tasks launch, at their sizes except contexts and batches."""
     floats = (torch.float32, torch.float16, torch.bfloat16)
     yield from calls_of_cases(floats, benchmarks=False)
-    yield from calls_of_cases((torch.float32, torch.bfloat16), benchmarks=True)
+    yield from calls_of_cases((torch.float32, torch.bfloat16), benchmarks=True, without=HAS_PART)
+    yield from gpu_quantized.calls()
     shape, (in_features, out_features) = gpu_kernels.FULL.verify, gpu_kernels.FULL.linear
     for dtype in floats:
         yield from calls_on(Heads(shape.heads, shape.kv_heads, shape.head_dim, 1024), dtype, ROWS)

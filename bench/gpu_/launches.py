@@ -8,7 +8,7 @@ has the same key in Triton's cache as a launch on the device.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -201,10 +201,12 @@ def _sampling(batch_size: int) -> Sampling:
     )  # fmt: skip
 
 
-def calls_of_cases(dtypes: Iterable[torch.dtype], benchmarks: bool) -> Iterator[tuple[str, Call]]:
-    """Yield every case of every op, and its call."""
+def calls_of_cases(
+    dtypes: Iterable[torch.dtype], benchmarks: bool, without: Container[str] = ()
+) -> Iterator[tuple[str, Call]]:
+    """Yield every case of every op, but of those of ``without``, and its call."""
     for dtype in dtypes:
-        for name in triton_ops():
+        for name in (name for name in triton_ops() if name not in without):
             op = OP_CASES[name]
             for case in (*op.cases, *(op.benchmarks if benchmarks else ())):
                 args = case.make(torch.Generator().manual_seed(0), dtype, CPU)

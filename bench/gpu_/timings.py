@@ -32,6 +32,7 @@ from specdec_fast.ops import Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
 
 SEED = 0
+HAS_PART = ("quantized_linear", "grouped_quantized_linear")  # ops that the part "quantized" times
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,15 @@ def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
 
 
 def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
-    """Yield attention as in serving, then the ops' own benchmarks: in bf16, attention also in fp32."""
+    """Yield attention as in serving, then the ops' own benchmarks: in bf16, and in fp32 if they are not exact."""
     for batch_size in sizes.batch_sizes:
         for context in sizes.contexts:
             shape = AttentionShape((context,) * batch_size, (sizes.rows,) * batch_size, **sizes.layer)
             make = partial(shape.make, torch.bfloat16, device, SEED)
             yield Subject(all_ops()["paged_attention"], f"verify_{batch_size}x{context}", torch.bfloat16, make)
     for op in all_ops().values() if sizes.declared else ():
+        if op.name in HAS_PART:
+            continue
         for case in OP_CASES[op.name].benchmarks:
             for dtype in (torch.bfloat16,) if op.exact else (torch.bfloat16, torch.float32):
                 yield Subject(op, case.name, dtype, partial(make_case, case, dtype, SEED, device))
@@ -112,13 +115,14 @@ def _time_all(subject: Subject, device: torch.device, bandwidth: float, progress
     for backend in (BASELINE, *serving(subject.op, device)):
         if INTERPRETING and backend == "triton":
             continue  # the speed of an interpreter means nothing
-        make_call = partial(_backend_call, subject, backend)
-        _time_one(subject, backend, make_call, device, bandwidth, progress)
+        make_call = partial(backend_call, subject, backend)
+        time_one(subject, backend, make_call, device, bandwidth, progress)
     for name, make_call in _references(subject).items():
-        _time_one(subject, name, make_call, device, bandwidth, progress, is_reference=True)
+        time_one(subject, name, make_call, device, bandwidth, progress, is_reference=True)
 
 
-def _backend_call(subject: Subject, backend: str) -> tuple[Call, str | None]:
+def backend_call(subject: Subject, backend: str) -> tuple[Call, str | None]:
+    """Return the call of a backend, and how its result is wrong, or None."""
     wrong = disagreement(subject.op, backend, subject.make) if backend != BASELINE else None
     return partial(subject.op.load(backend, check=False), **subject.make()), wrong
 
@@ -142,7 +146,7 @@ def _flash_call(subject: Subject, name: str) -> tuple[Call, str | None]:
     return call, too_far(errors(subject.op, (result,), (baseline,), args), subject.op, args)
 
 
-def _time_one(
+def time_one(
     subject: Subject,
     method: str,
     make_call: Callable[[], tuple[Call, str | None]],

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from bench.common.packed_formats import FORMATS, FP8, unwritten
 from bench.common.pairs import ModelShape, config_of
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.rounded_models import replace_weights, weights_to_round
 from specdec_fast.ops import resolve
 from specdec_fast.program import compile_forward
 from specdec_fast.program.plan.ir import Attend, Instruction, Plan
-from specdec_fast.quantization.packed_weight import BLOCK, FLOAT8, PANEL, PackedWeight, pack
-from specdec_fast.quantization.rounding import ROUNDINGS, rounded
+from specdec_fast.quantization.rounding import ROUNDINGS
 from specdec_fast.runner.hf_model import HFModel
 
 _RECORDED_LAYERS = 2
 _PROBE_TOKENS = 8
-FP8 = "fp8"  # e4m3 in blocks of 128 x 128 with fp32 scales, as Qwen3's checkpoints have it: not the output layer
-WEIGHTS = (*ROUNDINGS, FP8)
-_FP8_SIZE = 128
-_FP8_BLOCK = pack(
-    torch.zeros(PANEL, _FP8_SIZE, dtype=torch.uint8), torch.zeros(PANEL, 1), None, None, _FP8_SIZE, FLOAT8
-)
+WEIGHTS = tuple(FORMATS)
 
 
 @dataclass(frozen=True)
@@ -77,29 +70,21 @@ def record(shape: ModelShape, vocab_size: int, dtype: torch.dtype, weights: str 
 
 
 def _quantize(model: PreTrainedModel, name: str) -> None:
-    """Replace linears by quantised ones of the same shapes, as an engine does, or as a checkpoint has them."""
+    """Replace linears by quantised ones of the same shapes, as an engine does, or as a checkpoint in fp8 has them."""
     if name not in WEIGHTS:
         raise ConfigError(f"quantised weights {name!r} are unknown; known are {', '.join(WEIGHTS)}.")
     if name == FP8:
         output_layer = model.get_output_embeddings()
         chosen = [each for each in weights_to_round(model, "int8") if each.module is not output_layer]
-        packed = {each.name: _unwritten(each.parameter, _FP8_BLOCK) for each in chosen}
+        formats = [FORMATS[FP8]] * len(chosen)
     else:
-        chosen = weights_to_round(model, name)
-        like = {
-            rounding: rounded(torch.zeros(PANEL, BLOCK), rounding) for rounding in {each.rounding for each in chosen}
-        }
-        packed = {each.name: _unwritten(each.parameter, like[each.rounding]) for each in chosen}
+        chosen = weights_to_round(model, name)  # the output layer may have a format of its own
+        formats = [next(FORMATS[n] for n, known in ROUNDINGS.items() if known == each.rounding) for each in chosen]
+    packed = {
+        each.name: unwritten(each.module.in_features, each.module.out_features, like)
+        for each, like in zip(chosen, formats, strict=True)
+    }
     replace_weights(model, name, chosen, packed)
-
-
-def _unwritten(parameter: Tensor, like: PackedWeight) -> PackedWeight:
-    """Return a packed weight of a parameter's shape in the format of another, with codes and scales of any value."""
-    out_features, in_features = parameter.shape
-    panels = ceil(out_features / PANEL)
-    codes = like.codes.new_empty(panels, ceil(in_features / like.block_size), *like.codes.shape[2:])
-    scales = like.scales.new_empty(panels, ceil(in_features / like.group_size), PANEL)
-    return replace(like, codes=codes, scales=scales, in_features=in_features, out_features=out_features)
 
 
 def layer_of(instructions: Sequence[Instruction]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from bench import gpu
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import drafters as gpu_drafters
 from bench.gpu_ import fused_linears, isolated_tasks
+from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_.flash_references import FLASH_REFERENCES
 from bench.gpu_.isolated_tasks import Task
 from specdec_fast.ops import all_ops
@@ -59,6 +60,24 @@ def test_timings_have_times_or_say_why_not(smoke):
                 row["bytes_moved"] / row["microseconds"] / 1e3, rel=1e-2
             )
             assert row["call_microseconds"] > 0
+
+
+def test_quantised_weights_are_checked_and_timed():
+    """Also where Triton's interpreter is in the place of a device; nothing is timed in it."""
+    result = result_of("quantized")
+    assert result["failures"] == []
+    rows = {(row["case"], row["method"]): row for row in result["rows"]}
+    cases = {f"{kind}_{count}" for kind in ("int4", "int8-a8", "experts_int4") for count in gpu_quantized.SMOKE.rows}
+    methods = {name for name in ("cpp", "triton") if all_ops()["quantized_linear"].why_unavailable(name) is None}
+    assert set(rows) == {(case, method) for case in cases for method in methods}
+    for (_, method), row in rows.items():
+        if method == "cpp":
+            assert row["share_of_copy"] > 0
+            assert row["gigabytes_per_second"] == pytest.approx(
+                row["bytes_moved"] / row["microseconds"] / 1e3, rel=1e-2
+            )
+        else:
+            assert row["not_served"] == "an interpreter is not timed"
 
 
 def test_equivalence_covers_the_schedulers_and_the_noise_floor(smoke):
@@ -173,6 +192,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
     first = {
         "kernels": "append_kv_ on cpp in float32",
         "timings": "paged_attention verify_2x40 bfloat16",
+        "quantized": "quantized_linear int4_1 float16",
         "equivalence": "float32",
         "programs": "float32",
         "drafters": "plain at batch 2, temperature 0",

@@ -13,12 +13,15 @@ from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import fused_linears, isolated_tasks
 from bench.gpu_ import kernels as gpu_kernels
+from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_.isolated_tasks import inline
 from specdec_fast import Engine
 from specdec_fast.errors import BackendError
 from specdec_fast.ops import all_ops
+from specdec_fast.ops.grouped_quantized_linear import grouped_quantized_linear
 from specdec_fast.ops.paged_attention import paged_attention
+from specdec_fast.ops.quantized_linear import quantized_linear
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.ops.verify_chain import verify_chain
 from specdec_fast.runner.graphs.capture import Captured
@@ -41,6 +44,7 @@ def on_cpp(monkeypatch):
         monkeypatch.setattr(gpu_kernels, "serving", cpp_alone)
         monkeypatch.setattr(gpu_kernels, "backends_on", cpp_alone)
         monkeypatch.setattr(gpu_timings, "serving", cpp_alone)
+        monkeypatch.setattr(gpu_quantized, "serving", cpp_alone)
         monkeypatch.setattr(f"specdec_fast.ops.cpp.{op}", function)
 
     return exchange
@@ -78,6 +82,18 @@ def scaled_by_the_batch(query, **others):
 
 def product_scaled_by_the_batch(rows, weight, bias=None):
     return torch.nn.functional.linear(rows, weight, bias) * (1 + 1e-6 * len(rows))
+
+
+def packed_scaled_by_the_batch(rows, weight, bias=None):
+    return quantized_linear(rows, weight, bias) * (1 + len(rows) / 1024)  # right within rounding
+
+
+def packed_doubled(rows, weight, bias=None):
+    return 2 * quantized_linear(rows, weight, bias)
+
+
+def experts_nearly_right(rows, expert_ids, weight, bias=None):
+    return grouped_quantized_linear(rows, expert_ids, weight, bias) * (1 + 1 / 1024)
 
 
 def accepts_one_more(*args, **kwargs):
@@ -121,6 +137,30 @@ def test_matrices_of_one_launch_must_have_the_bits_of_a_launch_for_each(monkeypa
     monkeypatch.setattr(triton_linear, "linears", spoil)
     failures = {failure["what"]: failure["why"] for failure in result_of("kernels")["failures"]}
     assert failures == {what: "5 of 5 calls have other bits than a launch for each matrix"}
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "what", "why"),
+    [
+        ("quantized_linear", packed_scaled_by_the_batch, "int4_3", "the first row has other bits alone"),
+        ("quantized_linear", packed_doubled, "int8-a8_1", "its largest error is"),
+        (
+            "grouped_quantized_linear",
+            experts_nearly_right,
+            "experts_int4_1",
+            "other bits than those of quantized_linear",
+        ),
+    ],
+)
+def test_gates_of_quantised_weights_reject(op, function, what, why, on_cpp):
+    on_cpp(op, function)
+    result = result_of("quantized")
+    reasons = {failure["what"]: failure["why"] for failure in result["failures"]}
+    name = f"{op} {what} float16 on cpp"
+    assert why in reasons[name]
+    assert reasons[name].endswith("it is not timed")
+    timed = {(row["op"], row["case"]) for row in result["rows"] if "microseconds" in row}
+    assert (op, what) not in timed
 
 
 def test_a_limit_that_a_backend_reports_is_no_failure(on_cpp):

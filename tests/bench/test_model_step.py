@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("triton")
 
 from bench import model_step
+from bench.common.packed_formats import FP8
 from bench.common.pairs import PAIRS, TINY_DRAFT, TINY_TARGET, ModelShape, config_of
 from bench.model_step_ import recording
 from bench.model_step_.devices import DEVICES, device_named
 from bench.model_step_.kernels import FUSED, FUSED_LINEARS, PRESENT, Batch, Kernel, forward_kernels
-from bench.model_step_.recording import FP8, WEIGHTS, record
+from bench.model_step_.recording import WEIGHTS, record
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.rounded_models import weights_to_round
 from specdec_fast.planner.costs import Device

@@ -113,9 +113,11 @@ def test_a_group_is_computed_once(num_rows, monkeypatch):
     sorted_ids = args["expert_ids"].flatten().sort().values.tolist()
     groups = {(place // tiles["BLOCK_ROWS"], expert) for place, expert in enumerate(sorted_ids)}
     total, computed = module.total_of_tile, []
-    monkeypatch.setattr(module, "total_of_tile", lambda *args: computed.append(args[7]) or total(*args))
+    monkeypatch.setattr(module, "total_of_tile", lambda *args: computed.append(args[8]) or total(*args))
     grouped_quantized_linear(**args, weight=WEIGHTS["int8"])
-    assert len(computed) == len(groups) * -(-OUT_FEATURES // tiles["BLOCK_OUT"])
+    num_tiles = -(-OUT_FEATURES // tiles["BLOCK_OUT"])
+    assert len(computed) == len(groups) * num_tiles
+    assert sum(int(is_row.handle.data.sum()) for is_row in computed) == len(sorted_ids) * num_tiles
 
 
 @pytest.fixture

@@ -210,9 +210,9 @@ def test_rows_and_scales_are_aligned_as_the_kernel_assumes(noted):
 LOOPS = r"""
 import re, sys
 from bench.aot import TARGETS, compile_variant
-from specdec_fast.triton_kernels.quantized_linear import variants
+from specdec_fast.triton_kernels import grouped_quantized_linear, quantized_linear
 layout = r"versionMajor = \d+|instrShape = \[[\d, ]*\]|kWidth = \d+"
-for variant in variants():
+for variant in (*quantized_linear.variants(), *grouped_quantized_linear.variants()):
     if re.fullmatch(sys.argv[2], variant.name):
         for name in sys.argv[1].split(","):
             code = compile_variant(variant, TARGETS[name]).asm["ttgir"]
@@ -227,7 +227,7 @@ def test_products_are_the_same_instruction_in_all_tiles_and_nothing_is_waited_fo
     """The interpreter has no instructions. On a GPU the order within a product is that of its instruction.
 
     On NVIDIA devices nothing in the loop waits for memory: what it needs has been loaded ahead, and codes become values
-    in the registers in which they are multiplied.
+    in the registers in which they are multiplied. Experts have the instructions of a matrix, and so its bits.
     """
     layouts: dict[tuple[str, str], set[tuple[str, ...]]] = {}
     names = r"bf16_(int4|int8|int4_a8|int8_a8)_\d.*"
