@@ -89,6 +89,17 @@ for name, shape in PUBLISHED.items():
     assert [line for line in found if not line.startswith("launches")] == []
 
 
+@pytest.mark.grid
+def test_what_is_compiled_for_timing_quantised_weights_is_listed(run):
+    found = run("""
+from bench.gpu_.quantized import calls
+notes = notes_of(calls(), TARGET)
+print(len(notes), *unlisted(notes), sep="\\n")
+""").splitlines()
+    assert int(found[0]) > 12
+    assert found[1:] == []
+
+
 @pytest.mark.parametrize(
     ("change", "call", "kernel"),
     [
