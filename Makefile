@@ -9,6 +9,7 @@ GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/
 # pip would compile 10,000 modules, which takes 40 s; Python compiles those that are imported, once if it may keep them.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/pip install --no-compile --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+CLIENTS_PIP := .venv-clients/bin/pip install --quiet --disable-pip-version-check
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .PHONY: demo test test-rest test-all test-oldest test-newest test-clients lint report docs sanitize bench soak exactness sweep \
@@ -81,13 +82,16 @@ test-oldest:
 test-newest:
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt
 
-# The clients of others (instructor, litellm, langchain-openai) against the server, in a venv of their own.
+# The clients of others (instructor, litellm, langchain-openai, lm-eval) against the server, in a venv of their own; where
+# there is npm, its openai, too.
 test-clients: $(VENV)/.installed-test
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/pip install --quiet --disable-pip-version-check litellm langchain-openai
-	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps instructor  # which asks for an old openai
-	.venv-clients/bin/pip install --quiet --disable-pip-version-check docstring_parser tenacity rich typer
-	CLIENTS_PYTHON=$(abspath .venv-clients/bin/python) $(VENV)/bin/python -m pytest tests/server/test_clients.py
+	$(CLIENTS_PIP) litellm langchain-openai 'lm_eval[api]' transformers
+	$(CLIENTS_PIP) --no-deps instructor  # which asks for an old openai
+	$(CLIENTS_PIP) docstring_parser tenacity rich typer
+	! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix .venv-clients/node openai
+	CLIENTS_PYTHON=$(abspath .venv-clients/bin/python) CLIENTS_NODE_MODULES=$(abspath .venv-clients/node/node_modules) \
+	  $(VENV)/bin/python -m pytest tests/server/test_clients.py
 
 # One stamp per set of extras: a second run installs nothing, a changed C++ file compiles again, alone (setup.py).
 $(VENV)/.installed: $(BUILD_INPUTS)

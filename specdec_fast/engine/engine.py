@@ -319,16 +319,11 @@ class Engine:
         items = as_prompt_list(prompts)
         builder = self.request_builder()
         each = as_params_list(params, len(items))
-        seeds = [[builder.seed(choice) for choice in request_params.choices()] for request_params in each]
+        seeds = [builder.seeds(request_params) for request_params in each]
 
         def sequences() -> Iterator[Sequence]:
             for index, prompt in enumerate(items):
-                encoded: list[int] = []
-                for number, choice in enumerate(each[index].choices()):
-                    known = encoded or prompt  # it is encoded once
-                    sequence = builder.build(index, known, choice, options, seeds[index][number], number)
-                    encoded = sequence.token_ids.copy()
-                    yield sequence
+                yield from builder.build_choices(index, prompt, each[index], options, seeds[index])
 
         return sequences()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,19 @@ class RequestBuilder:
             sequence.masks = TokenMasks(masks, self._target.vocab_size)
         return sequence
 
+    def build_choices(
+        self, index: int, prompt: Any, params: SamplingParams, options: PromptOptions, seeds: list[int | None]
+    ) -> Iterator[Sequence]:
+        """Return the sequences of the ``n`` texts of a prompt, which is encoded once; each is built as it is read.
+
+        ``seeds`` are from ``seeds``; the other arguments are those of ``build``.
+        """
+        encoded: list[int] = []
+        for number, (choice, seed) in enumerate(zip(params.choices(), seeds, strict=True)):
+            sequence = self.build(index, encoded or prompt, choice, options, seed, number)
+            encoded = sequence.token_ids.copy()
+            yield sequence
+
     def encode(self, prompt: Any, options: PromptOptions = _DEFAULTS) -> list[int]:
         """Return a prompt's ids, also of one too long for the target. Raises a RequestError that says what is wrong."""
         return self._encode(prompt, options, lambda text: None)
@@ -163,6 +176,10 @@ class RequestBuilder:
         if num_tokens > limit:
             raise self._too_long(f"{num_tokens} tokens", limit)
         return min(wanted, limit + 1)  # the target never computes the last emitted token, so that needs no position
+
+    def seeds(self, params: SamplingParams) -> list[int | None]:
+        """Return the seeds of the ``n`` texts of a prompt, with the errors of ``seed``."""
+        return [self.seed(choice) for choice in params.choices()]
 
     def seed(self, params: SamplingParams) -> int | None:
         """Return the request's seed; if it has none, a new one from torch's generator; None if it is greedy.

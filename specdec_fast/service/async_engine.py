@@ -15,7 +15,13 @@ from specdec_fast.config import EngineConfig, as_config, expect_at_least, expect
 from specdec_fast.drafters import Drafter
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.output import score_of
-from specdec_fast.errors import ConfigError, DeadlineExceededError, EngineClosedError, RequestCancelledError
+from specdec_fast.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineClosedError,
+    InvalidParamsError,
+    RequestCancelledError,
+)
 from specdec_fast.results import GenerationOutput, ScoreOutput
 from specdec_fast.sampling_params import as_plain, scoring_params
 from specdec_fast.service.encoders import CLOSED, Encoders, UnreadPrompt
@@ -135,7 +141,7 @@ class AsyncEngine:
 
         Args:
             prompt: a string, a list of token ids, a list of messages, or the result of a tokenizer.
-            params: SamplingParams or a transformers GenerationConfig; None is greedy.
+            params: SamplingParams or a transformers GenerationConfig, for one text (``n`` is 1); None is greedy.
             request_id: a name for ``cancel``; None makes one.
             timeout: seconds from now after which the request ends with a DeadlineExceededError.
             **prompt_options: fields of PromptOptions.
@@ -151,13 +157,31 @@ class AsyncEngine:
             ForkedProcessError: the engine was made in the process that this one was forked from.
         """
         unread = UnreadPrompt(self._builder, prompt, params, prompt_options)
-        request = self._accept(unread, request_id, timeout, is_stream=False)
-        try:
-            output: GenerationOutput = await request.receiver.get()
-        except BaseException:
-            self._worker.drop(request)
-            raise
+        if unread.num_choices != 1:
+            raise InvalidParamsError(
+                f"n={unread.num_choices}: generate returns one text; use generate_choices, or stream, which serve n."
+            )
+        (output,) = await self._outputs(unread, request_id, timeout)
         return output
+
+    async def generate_choices(
+        self,
+        prompt: Any,
+        params: Any = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **prompt_options: Any,
+    ) -> list[GenerationOutput]:
+        """Decode the ``n`` texts of one prompt, and return their outputs in the order of their ``choice``.
+
+        The prompt is encoded once, and the texts share its KV pages unless ``prefix_cache`` is off. They are accepted
+        or refused together, each counts as a request in the limits, and ``cancel`` ends all that have not ended. Other
+        arguments and errors are those of ``generate``; InvalidParamsError also if ``n`` is larger than
+        ``max_requests``.
+        """
+        unread = UnreadPrompt(self._builder, prompt, params, prompt_options)
+        return await self._outputs(unread, request_id, timeout)
 
     async def score(
         self,
@@ -187,12 +211,12 @@ class AsyncEngine:
     ) -> AsyncStream:
         """Decode one prompt, beginning now, and return its chunks for ``async for``.
 
-        The arguments are those of ``generate``. A full queue, a closed engine and wrong parameters raise here; a wrong
-        prompt raises when the first chunk is read. Call it where an event loop runs.
+        The arguments are those of ``generate_choices``: chunks of ``n`` texts come in any order, each with its
+        ``choice``. A full queue, a closed engine and wrong parameters raise here; a wrong prompt raises when the first
+        chunk is read. Call it where an event loop runs.
         """
         unread = UnreadPrompt(self._builder, prompt, params, prompt_options)
-        request = self._accept(unread, request_id, timeout, is_stream=True)
-        return AsyncStream(request, self._worker)
+        return AsyncStream(self._accept(unread, request_id, timeout, is_stream=True), self._worker)
 
     async def expect_budget(
         self, requests: Iterable[tuple[Any, Any, int]], *, timeout: float | None = None, **prompt_options: Any
@@ -213,7 +237,7 @@ class AsyncEngine:
         if self._live.most_positions is None:
             return
         unread = [(UnreadPrompt(self._builder, prompt, params, prompt_options), n) for prompt, params, n in requests]
-        count = lambda: sum(n * positions_of(prompt.read()) for prompt, n in unread)  # noqa: E731
+        count = lambda: sum(n * prompt.num_choices * positions_of(prompt.read()) for prompt, n in unread)  # noqa: E731
         size = sum(prompt.size for prompt, _ in unread)
         compiles = any(prompt.compiles for prompt, _ in unread)
         counted = asyncio.wrap_future(self._encoders.submit(count, size=size, compiles=compiles))
@@ -229,10 +253,10 @@ class AsyncEngine:
 
     def cancel(self, request_id: str) -> bool:
         """For any thread: end a request before the next step (RequestCancelledError); return whether there was one."""
-        request = self._live.find(request_id)
-        if request is not None:
-            self._worker.end([request], RequestCancelledError("the request was cancelled; its tokens are kept."))
-        return request is not None
+        requests = self._live.find(request_id)
+        if requests:
+            self._worker.end(requests, RequestCancelledError("the request was cancelled; its tokens are kept."))
+        return bool(requests)
 
     async def close(self, finish_within: float = 0.0) -> None:
         """Refuse further requests, let the others finish for a while, cancel the rest, and end the threads.
@@ -266,9 +290,21 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
+    async def _outputs(
+        self, unread: UnreadPrompt, request_id: str | None, timeout: float | None
+    ) -> list[GenerationOutput]:
+        requests = self._accept(unread, request_id, timeout, is_stream=False)
+        try:
+            found: list[GenerationOutput] = [await requests[0].receiver.get() for _ in requests]
+        except BaseException:
+            for request in requests:
+                self._worker.drop(request)
+            raise
+        return sorted(found, key=lambda output: output.choice)
+
     def _accept(
         self, unread: UnreadPrompt, request_id: str | None, timeout: float | None, *, is_stream: bool
-    ) -> ServedRequest:
+    ) -> list[ServedRequest]:
         self.engine.process.expect_this()
         if self._is_closed:
             raise EngineClosedError(CLOSED)
@@ -278,27 +314,33 @@ class AsyncEngine:
         if timeout is not None:
             expect_seconds("timeout", timeout)
         deadline = None if timeout is None else monotonic() + timeout
-        request = ServedRequest(Receiver(asyncio.get_running_loop()), is_stream, deadline)
-        self._live.enter(request, request_id)
+        receiver = Receiver(asyncio.get_running_loop())
+        requests = [ServedRequest(receiver, is_stream, deadline, choice) for choice in range(unread.num_choices)]
+        self._live.enter(requests, request_id)
         try:
-            self._encoders.submit(self._start, request, unread, size=unread.size, compiles=unread.compiles)
+            self._encoders.submit(self._start, requests, unread, size=unread.size, compiles=unread.compiles)
         except EngineClosedError:  # another event loop has just closed the engine
-            self._live.leave(request)
+            for request in requests:
+                self._live.leave(request)
             raise
         if timeout is not None:
-            self._worker.refuse_after(timeout, request)
-        return request
+            for request in requests:
+                self._worker.refuse_after(timeout, request)
+        return requests
 
-    def _start(self, request: ServedRequest, unread: UnreadPrompt) -> None:
-        """Encode a prompt and hand the request to the worker, or refuse it; in a thread of the encoders."""
+    def _start(self, requests: list[ServedRequest], unread: UnreadPrompt) -> None:
+        """Encode a prompt and hand its texts to the worker, or refuse them; in a thread of the encoders."""
         try:
-            if request.is_dropped:
-                self._live.leave(request)
+            if all(request.is_dropped for request in requests):
+                for request in requests:
+                    self._live.leave(request)
                 return
-            sequence = unread.read()
-            num_positions = positions_of(sequence)  # raises what is wrong with the prompt
-            self.engine.core.expect_room(sequence)
-            self._live.charge(request, num_positions)
-            self._worker.start(request, sequence)
+            sequences = unread.read()
+            num_positions = positions_of(sequences)  # raises what is wrong with the prompt
+            self.engine.core.expect_room(sequences[0])
+            self._live.charge(requests, num_positions)
+            for request, sequence in zip(requests, sequences, strict=True):
+                self._worker.start(request, sequence)
         except Exception as error:
-            self._worker.refuse(request, error)
+            for request in requests:
+                self._worker.refuse(request, error)

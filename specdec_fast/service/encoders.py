@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.errors import ConfigError, EngineClosedError, InvalidParamsError
+from specdec_fast.errors import ConfigError, EngineClosedError
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompt_size import SHORT, size_of
 from specdec_fast.request.prompts import as_prompt_list
@@ -25,29 +25,31 @@ class UnreadPrompt:
 
     The seed of a request without one is drawn here, so that it does not depend on which prompt is encoded first. Raises
     InvalidParamsError, ConfigError or NotYetSupportedError if a parameter or a keyword (of PromptOptions) is wrong.
+
+    Attributes:
+        num_choices: number of texts of the prompt, ``n``.
     """
 
     def __init__(self, builder: RequestBuilder, prompt: Any, params: Any, keywords: dict[str, Any]) -> None:
         self._builder = builder
         self._params = as_sampling_params(params)
-        if self._params.n != 1:
-            raise InvalidParamsError(
-                f"n={self._params.n}: an AsyncEngine decodes one text per request; expected 1. Send as many requests, "
-                "with params.choices()[i] each."
-            )
+        self.num_choices = self._params.n
         self._options = PromptOptions.from_keywords(keywords)
-        self._seed = builder.seed(self._params)
+        self._seeds = builder.seeds(self._params)
         # The caller may append its next message before the prompt is encoded.
         self._prompt = prompt.copy() if isinstance(prompt, list) else prompt
         self.size = size_of(self._prompt, self._options)  # about how much work the prompt is (``size_of``)
         self.compiles = builder.compiles(self._params)  # whether a grammar has to be compiled
 
-    def read(self) -> Sequence:
-        """Encode the prompt into a sequence, which has failed if it is wrong. Raises ConfigError unless it is one."""
+    def read(self) -> list[Sequence]:
+        """Encode the prompt; return the sequence of each text, which has failed if the prompt is wrong.
+
+        Raises ConfigError unless it is one prompt.
+        """
         prompts = as_prompt_list(self._prompt) or [self._prompt]
         if len(prompts) != 1:
             raise ConfigError(f"{len(prompts)} prompts in one request; expected one.")
-        return self._builder.build(0, prompts[0], self._params, self._options, self._seed)
+        return list(self._builder.build_choices(0, prompts[0], self._params, self._options, self._seeds))
 
 
 class Encoders:

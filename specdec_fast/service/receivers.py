@@ -52,33 +52,34 @@ def mailbox_of(loop: AbstractEventLoop) -> Mailbox:
 class Receiver:
     """Where one request's items arrive, in the thread of its event loop.
 
-    Chunks that have not been read are merged into one, so a slow reader keeps no more than its own tokens.
+    Chunks of a text that have not been read are merged into one, so a slow reader keeps no more than its own tokens.
     """
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self.loop = loop
         self.mailbox = mailbox_of(loop)
-        self._item: Item | None = None
+        self._items: dict[int | None, Item] = {}  # by text, the one that came first before the others; None: an error
         self._waiter: Future[None] | None = None
 
     def put(self, item: Item) -> None:
         """Keep an item for ``get``."""
-        if isinstance(self._item, StreamChunk) and isinstance(item, StreamChunk):
-            item = merged(self._item, item)
-        self._item = item
+        text = None if isinstance(item, Exception) else item.choice
+        held = self._items.get(text)
+        if isinstance(held, StreamChunk) and isinstance(item, StreamChunk):
+            item = merged(held, item)
+        self._items[text] = item
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> Any:
-        """Return what has come since the last call, or wait for it; raise it if it is an exception."""
-        while self._item is None:
+        """Return what has come of one text since it was last returned, or wait; raise it if it is an exception."""
+        while not self._items:
             self._waiter = self.loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        item = self._item
-        self._item = None
+        item = self._items.pop(next(iter(self._items)))
         if isinstance(item, Exception):
             raise item
         return item

@@ -13,13 +13,16 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import httpx
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
@@ -261,6 +264,60 @@ def test_other_clients(server):
     command = [os.environ["CLIENTS_PYTHON"], str(ROOT / "tests/support/other_clients.py"), f"{server.url}/v1", KEY]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(found.stdout.splitlines()[-1]) == {}
+
+
+@pytest.mark.skipif(
+    not Path(os.environ.get("CLIENTS_NODE_MODULES", "/missing")).is_dir(),
+    reason="make test-clients installs openai from npm, where there is npm",
+)
+def test_the_client_of_npm(server):
+    """``openai`` for JavaScript: whole answers, streams, schemas, tools, errors."""
+    command = ["node", str(ROOT / "tests/support/openai_client.cjs"), f"{server.url}/v1", KEY]
+    environment = {**os.environ, "NODE_PATH": os.environ["CLIENTS_NODE_MODULES"]}
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment)
+    assert json.loads(found.stdout.splitlines()[-1]) == {}
+
+
+@pytest.mark.skipif("CLIENTS_PYTHON" not in os.environ, reason="make test-clients installs the clients of others")
+def test_lm_eval_reads_the_log_probabilities_of_transformers(server, folder, tmp_path):
+    """``lm-eval --model local-completions``: texts of tasks are scored, with an echo, and continued."""
+    tasks = ROOT / "tests/support/lm_eval_tasks"
+    arguments = f"base_url={server.url}/v1/completions,model=demo,tokenizer={folder},num_concurrent=3"
+    command = [os.environ["CLIENTS_PYTHON"], "-m", "lm_eval", "--model", "local-completions", "--include_path", "."]
+    command += ["--model_args", arguments, "--tasks", "endings,continuations", "--batch_size", "2"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
+    environment = {**os.environ, "OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    subprocess.run(command, check=True, timeout=300, env=environment, cwd=tasks)  # the tasks name files beside them
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def samples(task):
+        (path,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def encoded(text):  # as lm-eval does, without BOS
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+
+    def scored(model, context, ending):
+        ids = encoded(context + ending)
+        logits = model(ids).logits[0, encoded(context).shape[1] - 1 : -1]
+        ending_ids = ids[0, -len(logits) :]
+        sums = logits.log_softmax(-1).gather(1, ending_ids[:, None]).sum().item()
+        return sums, bool((logits.argmax(-1) == ending_ids).all())
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    asked = [tuple(pair.values()) for sample in samples("endings") for pair in sample["arguments"].values()]
+    found = [each for sample in samples("endings") for each in sample["filtered_resps"]]
+    with torch.inference_mode():
+        expected = [scored(model, *pair) for pair in asked]
+        for sample in samples("continuations"):
+            prompt = encoded(sample["doc"]["story"])
+            ids = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
+            assert sample["resps"] == [[tokenizer.decode(ids, skip_special_tokens=True).partition(".")[0]]]
+        exact = [scored(model.double(), *pair)[0] for pair in asked]
+    error = max(abs(single - double) for (single, _), double in zip(expected, exact, strict=True))
+    assert len(asked) == 15
+    assert [is_greedy == "True" for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
+    assert max(abs(float(sums) - double) for (sums, _), double in zip(found, exact, strict=True)) <= 2 * error
 
 
 def test_sigterm_under_load_finishes_the_requests(server, reference):
