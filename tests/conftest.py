@@ -93,16 +93,22 @@ def _torch_settings():
     gc.unfreeze()  # or libraries report what they hold as leaks
 
 
-# Folders of tests in which every engine records its models: they are about recording, or about kinds of models.
-RECORDING = {"cuda_graphs", "models", "ops", "program"}
+# Folders of tests in which every engine records and checks its models: they are about that, or about kinds of models.
+PREPARING = {"cuda_graphs", "models", "ops", "program"}
+# Files elsewhere that are about the checks.
+CHECKING = {"test_forwards_by_pytorch.py", "test_hidden_states.py", "test_row_invariance.py"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _recorded_once(request):
-    """The engines of a test file record a model once, as long as it does not change."""
-    from support.recorded_once import recorded_once
+def _prepared_once(request):
+    """The engines of a test file record a model once, as long as it does not change, and check one model of a kind."""
+    from support.prepared_once import checked_once, recorded_once
 
-    with nullcontext() if request.path.parent.name in RECORDING else recorded_once():
+    folder, name = request.path.parent.name, request.path.name
+    with (
+        nullcontext() if folder in PREPARING else recorded_once(),
+        nullcontext() if folder in PREPARING or name in CHECKING else checked_once(),
+    ):
         yield
 
 

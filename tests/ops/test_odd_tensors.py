@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.op_cases import with_tensors
 from specdec_fast.ops import all_ops
+from support.grids import each_value_once
 from support.lazy_signs import negative_view
 from support.op_cases import CASES, make, named_tensors
 from support.op_checks import assert_implementation_agrees, device_for, same_bits
@@ -38,8 +40,11 @@ each_place = pytest.mark.parametrize(
 )
 
 
+made = cache(make)  # drawing the arguments takes longer than the calls
+
+
 def with_one(name: str, path: str, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    args = make(name, PLACES[name][path])
+    args = deepcopy(made(name, PLACES[name][path]))
     return with_tensors(args, lambda own, tensor: change(tensor) if own == path else tensor)
 
 
@@ -109,6 +114,7 @@ def learned(tensor: Tensor) -> Tensor:
     return OwnParameter(tensor, requires_grad=tensor.is_floating_point())
 
 
+@each_value_once
 @pytest.mark.parametrize("change", [moved, learned])
 @each_place
 def test_tensors_with_memory_are_read(name, path, change):

@@ -16,7 +16,7 @@ from bench.op_cases import OP_CASES, Case, with_tensors
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import BACKENDS, Op, all_ops
 from support.grids import grid
-from support.op_cases import CASES, DTYPES, attention_by_hand, changed, each_dtype, make
+from support.op_cases import CASES, DTYPES, attention_in_fp64, changed, each_dtype, make
 from support.op_checks import (
     INTERPRETED,
     REFERENCES,
@@ -31,7 +31,8 @@ from support.op_checks import (
 SEEDS = (0, 1)
 
 
-SLOW_CASES = ("large_vocabulary", "wide_tree")  # for the interpreter
+# For the interpreter: other cases have the same features with fewer rows or tokens.
+SLOW_CASES = ("large_vocabulary", "wide_tree", "sampled_trees", "adjusted", "sampled_odd_vocabulary", "int4_a8_threads")
 
 
 def is_in_slice(op: Op, backend: str, case: str, number: int, dtype: str) -> bool:
@@ -64,7 +65,7 @@ def test_backend_agrees_with_the_oracle(op, backend, case, dtype):
     device = device_for(op, backend)
     if backend in INTERPRETED and op.name in REFERENCES and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bf16 matrices wrongly; copies and comparisons it does right")
-    for seed in SEEDS[:1] if backend in INTERPRETED else SEEDS:
+    for seed in SEEDS[:1] if backend in INTERPRETED or case.name in SLOW_CASES else SEEDS:
         make_args = partial(make_from_seed, case, seed, dtype, device)
         assert_implementation_agrees(op, op.load(backend), make_args)
 
@@ -187,7 +188,7 @@ def attention_in_pieces(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBa
 
 def test_independence_check_rejects_pieces_by_row_count():
     args = long_prefill(torch.float32)
-    torch.testing.assert_close(attention_in_pieces(**args), attention_by_hand(**args).float())
+    torch.testing.assert_close(attention_in_pieces(**args), attention_in_fp64(**args).float())
     for chunk in (1, 3, 10_000):
         with pytest.raises(AssertionError):
             assert_rows_independent(attention_in_pieces, args, chunk)

@@ -109,12 +109,11 @@ def only(sampling: Sampling, b: int, rows: list[int]) -> Sampling:
 @each_dtype
 @each_case("verify_chain")
 def test_verify_chain(case, dtype):
-    for seed in range(3):
-        args = make("verify_chain", case, dtype, seed)
-        got = OP.load("torch")(**args)
-        assert tuple(x.tolist() for x in got) == verify_by_hand(**args)
-        expected = [torch.int64, torch.int32, torch.int64, *([torch.int32] if "parents" in args else [])]
-        assert [x.dtype for x in got] == expected
+    args = make("verify_chain", case, dtype, seed=dtype.itemsize)
+    got = OP.load("torch")(**args)
+    assert tuple(x.tolist() for x in got) == verify_by_hand(**args)
+    expected = [torch.int64, torch.int32, torch.int64, *([torch.int32] if "parents" in args else [])]
+    assert [x.dtype for x in got] == expected
 
 
 @pytest.mark.parametrize("case", ["ragged", "trees"])
@@ -218,7 +217,7 @@ def calls(limits: CallSizes, batch: int) -> st.SearchStrategy[TreeCall]:
     return tree_calls(greedy | sampled)
 
 
-@fuzz(80)
+@fuzz(40)
 @given(call=calls(CPP, 5))
 def test_trees_in_cpp(call):
     assert_equals_oracle("cpp", call)
@@ -231,7 +230,7 @@ def test_trees_in_cpp_at_length(call):
     assert_equals_oracle("cpp", call)
 
 
-@fuzz(6)
+@fuzz(3)
 @given(call=calls(TRITON, 3))
 def test_trees_in_triton(call):
     assert_equals_oracle("triton", call)
