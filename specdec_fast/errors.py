@@ -167,5 +167,9 @@ class LogitsProcessorError(RequestError, RuntimeError):
     """A logits processor of this request raised the exception in ``__cause__``, or returned no logits of numbers."""
 
 
+class StoppingCriteriaError(RequestError, RuntimeError):
+    """A stopping criterion of transformers, of this request, raised the exception in ``__cause__``."""
+
+
 class UnknownTokenError(RequestError, ValueError):
     """The request's parameters name a token id outside the target's vocabulary, or a word that has no tokens."""

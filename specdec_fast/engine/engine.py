@@ -186,7 +186,7 @@ class Engine:
         """
         sequences = list(self._build(prompts, params, prompt_options))
         call = self.shared.call()
-        with Progress(len(sequences), progress) as bar, closing(self._decode(sequences, call)) as outputs:
+        with Progress(len(sequences), progress) as bar, closing(self.decode(sequences, call)) as outputs:
             call.ends_only = not bar.is_shown
             for output in outputs:
                 bar.update(len(output.token_ids), output.finish_reason is not None)
@@ -203,7 +203,7 @@ class Engine:
         sequences = self._build(prompts, params, prompt_options)
         call = self.shared.call(returns=False, ends_only=True)
         most_open = _AHEAD * self.core.scheduler.checked_max_resident()
-        return outputs_of(self.tokenizer, self._decode(sequences, call, most_open))
+        return outputs_of(self.tokenizer, self.decode(sequences, call, most_open))
 
     def stream(self, prompts: Any, params: Any = None, **prompt_options: Any) -> Generator[StreamChunk, None, None]:
         """Decode every prompt and yield tokens as steps emit them.
@@ -212,7 +212,7 @@ class Engine:
         up to its ``generate`` output. To stop early, close the iterator: its requests then free their KV pages at once.
         """
         sequences = list(self._build(prompts, params, prompt_options))
-        return chunks_of(sequences, self.tokenizer, self._decode(sequences, self.shared.call(returns=False)))
+        return chunks_of(sequences, self.tokenizer, self.decode(sequences, self.shared.call(returns=False)))
 
     def score(
         self,
@@ -327,11 +327,12 @@ class Engine:
 
         return sequences()
 
-    def _decode(self, sequences: Iterable[Sequence], call: Call, most_open: int | None = None) -> Outputs:
+    def decode(self, sequences: Iterable[Sequence], call: Call, most_open: int | None = None) -> Outputs:
         """Run to the end; yield an output for each sequence that a step served or that failed.
 
-        Sequences are read as there is room. At most ``most_open`` of them wait or are resident at once, more than can
-        end in one step; None: all.
+        For callers that make their sequences themselves, with ``request_builder``; ``call`` is from ``shared.call``,
+        and ends here. Sequences are read as there is room. At most ``most_open`` of them wait or are resident at once,
+        more than can end in one step; None: all.
         """
         with closing(call):
             sequences = iter(sequences)

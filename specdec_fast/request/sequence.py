@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from specdec_fast.errors import RequestError
 from specdec_fast.request.page_keys import PageKeys
-from specdec_fast.request.stopping import StopStrings, cut_emission
+from specdec_fast.request.stopping import Ending, cut_emission
 from specdec_fast.request.token_masks import TokenMasks
 from specdec_fast.results import DecodingStats, FinishReason, TokenScores
 from specdec_fast.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ class Sequence:
         target_kv_length: positions whose KV entries in the target's pool are those of committed tokens.
         is_admitted: whether the sequence is admitted to the drafter.
         passed_over: number of steps since the sequence last took part in one (the scheduler's counter).
-        stop_strings: the search for the request's stop strings; None if it has none.
+        stop_strings: the search for the request's stop strings, or another rule where it ends; None if it has none.
         masks: which tokens it may choose; None: all, always.
         logprobs: one log-probability per emitted token; None if the request does not ask for them.
         seed: seed of its noise; None if it is greedy.
@@ -54,7 +54,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
-    stop_strings: StopStrings | None = None
+    stop_strings: Ending | None = None
     masks: TokenMasks | None = None
     logprobs: list[float] | None = None
     seed: int | None = None

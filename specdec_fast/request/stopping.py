@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
-from specdec_fast.errors import DetokenizationError
+from specdec_fast.errors import DetokenizationError, RequestError
 from specdec_fast.request.detokenizer import INCOMPLETE, Detokenizer
 from specdec_fast.request.string_search import search_for
 from specdec_fast.results import FinishReason
@@ -32,6 +33,20 @@ def cut_emission(
     if len(tokens) >= max_tokens:
         return list(tokens[:max_tokens]), "length"
     return list(tokens), None
+
+
+class Ending(Protocol):
+    """What decides after each token whether a request ends there, besides stop ids and its length."""
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why it cannot decide; the request ends with it."""
+
+    def cut(self, tokens: list[int], reason: FinishReason | None) -> tuple[list[int], FinishReason | None]:
+        """See ``StopStrings.cut``; called once for the tokens of each step, in order."""
+
+    def take(self, last: bool) -> str:
+        """See ``StopStrings.take``."""
 
 
 class StopStrings:

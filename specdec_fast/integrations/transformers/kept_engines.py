@@ -1,0 +1,130 @@
+"""The engine of a model, kept between ``generate`` calls as long as the model's weights stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from threading import Lock, RLock
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec_fast.config import EngineConfig, as_config
+from specdec_fast.engine.engine import Engine
+from specdec_fast.errors import ConfigError, UnsupportedModelError
+from specdec_fast.model_watch import Numbers, Watch
+
+_PLACE = "_specdec_fast_engine"  # the attribute of a model that has its engine
+_MOST_ROWS = 64  # of a step, unless the caller has a config; more rows are decoded as a window
+_NOT_YOURS = ("device", "dtype", "quantization")  # fields that would move or change the caller's model
+_making = Lock()
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class _Kept:
+    """An engine, what it was made of, and how its models were then."""
+
+    engine: Engine
+    draft: Any
+    config: EngineConfig  # that was asked for, but for ``max_batch_size``
+    watches: list[Watch]
+    copied: Numbers | None  # of weights of which the drafter has rounded copies; None if it has none
+
+    def serves(self, draft: Any, config: EngineConfig, num_rows: int) -> bool:
+        """Return whether it is what a call asks for, and its models are as they were."""
+        is_asked_for = draft is self.draft or (isinstance(draft, str) and draft == self.draft)
+        if not is_asked_for or not _are_same(config, self.config) or num_rows > self.engine.config.max_batch_size:
+            return False
+        if any(watch.change() is not None for watch in self.watches):
+            return False
+        return self.copied is None or self.copied == Numbers(self.engine.target.model.parameters())
+
+
+class KeptEngine:
+    """The place of one engine in the ``__dict__`` of its model, so that both are freed together.
+
+    A dictionary with weak keys would keep them for ever, because an engine refers to its model. A copy of the model,
+    and a pickled one, has an empty place, because an engine cannot be copied.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._kept: _Kept | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptEngine:
+        return KeptEngine()
+
+    def __copy__(self) -> KeptEngine:
+        return KeptEngine()
+
+    def __reduce__(self) -> tuple[type[KeptEngine], tuple[()]]:
+        return KeptEngine, ()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> KeptEngine:
+        """Return that of a model, empty at first."""
+        with _making:
+            return vars(model).setdefault(_PLACE, cls())
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        draft: Any,
+        config: EngineConfig | None,
+        num_draft_tokens: Any,
+        num_rows: int,
+        decode: Callable[[Engine], _Result],
+    ) -> _Result:
+        """Return what ``decode`` makes of the engine.
+
+        The engine checks its models when a call begins, and refuses changes that the watches do not see (of numbers
+        that its programs have copied). Then nothing has been decoded yet, and it is made again.
+        """
+        asked, num_rows = _asked(config, num_draft_tokens, num_rows)
+        engine, is_new = self._engine(model, draft, asked, num_rows)
+        try:
+            return decode(engine)
+        except UnsupportedModelError:
+            if is_new:
+                raise
+        self._forget(engine)
+        return decode(self._engine(model, draft, asked, num_rows)[0])
+
+    def _engine(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> tuple[Engine, bool]:
+        with self._lock:
+            if self._kept is not None and self._kept.serves(draft, config, num_rows):
+                return self._kept.engine, False
+            self._kept = None  # frees its memory, unless another thread is decoding
+            engine = Engine(model, draft, replace(config, max_batch_size=num_rows, device=model.device))
+            modules = [model, draft] if isinstance(draft, nn.Module) else [model]
+            has_copies = isinstance(draft, str) and draft.partition(":")[0] == "self"
+            copied = Numbers(model.parameters()) if has_copies else None
+            self._kept = _Kept(engine, draft, config, [Watch(module, ()) for module in modules], copied)
+            return engine, True
+
+    def _forget(self, engine: Engine) -> None:
+        with self._lock:
+            if self._kept is not None and self._kept.engine is engine:
+                self._kept = None
+
+
+def _asked(config: EngineConfig | None, num_draft_tokens: Any, num_rows: int) -> tuple[EngineConfig, int]:
+    """Return the config of a call, and the rows of a step that its engine must have.
+
+    Raises ConfigError if the config would move or change the model, or K is in both.
+    """
+    if config is not None:
+        checked = as_config(config, {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens})
+        for name in _NOT_YOURS:
+            if (value := getattr(checked, name)) is not None:
+                raise ConfigError(f"engine_config sets {name}={value!r}, but the model is loaded; unset it.")
+        return checked, checked.max_batch_size
+    checked = EngineConfig() if num_draft_tokens is None else EngineConfig(num_draft_tokens=num_draft_tokens)
+    rows = min(_MOST_ROWS, 1 << max(0, num_rows - 1).bit_length())
+    return checked, max(checked.max_batch_size, rows)
+
+
+def _are_same(one: EngineConfig, other: EngineConfig) -> bool:
+    return all(getattr(one, field.name) == getattr(other, field.name) for field in fields(EngineConfig))
