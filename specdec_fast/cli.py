@@ -1,4 +1,4 @@
-"""``specdec-fast demo | chat | generate | score | batch | serve | train-drafter | verify | plan | doctor``."""
+"""``specdec-fast demo | chat | generate | score | batch | serve | train-drafter | verify | bench | plan | doctor``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _COMMANDS = {
     "serve": "Serve OpenAI's API over HTTP: completions, chat, streams and metrics.",
     "train-drafter": "Train a drafter for a target, on texts that the target writes itself.",
     "verify": "Report whether every token equals plain decoding, on your own models.",
+    "bench": "Measure which drafter and K decode your prompts fastest, and say what to run.",
     "plan": "Plan batch size, K and KV pages for a memory budget, and say what fits and how fast it is.",
     "doctor": "Show versions, devices, and which backend can run which op here; or check the taps of a drafter.",
 }

@@ -110,7 +110,8 @@ class OpenVino:
         config.max_new_tokens, config.do_sample = self.workload.max_new_tokens, False
         eos = eos_token_ids(self.workload.target)
         config.ignore_eos = not eos
-        config.stop_token_ids = set(eos)
+        config.set_eos_token_id(min(eos, default=0))  # it refuses requests without one, even if they ignore it
+        config.stop_token_ids = set(eos) or {0}
         if isinstance(num_draft_tokens, int):
             config.num_assistant_tokens = num_draft_tokens
         pipeline, prompts = self._pipeline, [openvino.Tensor(np.array([p])) for p in self.workload.prompts]

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.backend_bases import FigureCanvasBase
 
+from specdec_fast.commands.speed import PLAIN, Speed
 from specdec_fast.equivalence.compare import Comparison
 from specdec_fast.equivalence.report import Report
 
@@ -40,6 +41,24 @@ def draw_exactness(report: Report, path: Path) -> None:
         axis.set_ylim(0, 103)
     axes[0][0].set_ylabel("outputs identical to batch 1, %")
     axes[0][-1].legend(loc="lower left", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_speeds(speeds: list[Speed], path: Path) -> None:
+    """Draw tokens per second over the batch size, a line for every drafter and K."""
+    figure, axis = plt.subplots(figsize=(6, 4))
+    for setting in dict.fromkeys(speed.setting for speed in speeds):
+        measured = [speed for speed in speeds if speed.setting == setting and speed.problem is None]
+        sizes = [str(speed.batch_size) for speed in measured]
+        draft, k = setting
+        name = "plain decoding" if setting == PLAIN else f"{Path(draft).name}, K {k}"
+        axis.plot(sizes, [speed.tokens_per_second for speed in measured], "o-", label=name)
+    axis.set_xlabel("batch size")
+    axis.set_ylabel("tokens/s")
+    axis.set_ylim(0)
+    axis.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
