@@ -110,7 +110,7 @@ def test_an_inexact_op_says_how_long_its_sums_are():
 
 
 def is_in_slice(op, number):
-    return number == 0
+    return number == 0 and op.name != "grouped_linear"  # whose experts are laid out anew, which takes seconds
 
 
 BENCHMARKS = [

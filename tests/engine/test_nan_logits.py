@@ -38,7 +38,7 @@ CASES = list(itertools.product(["cpp", "torch"], ["model", "ngram", None], ["gre
 
 @pytest.mark.parametrize(
     ("backend", "draft", "poisoned"),
-    grid(CASES, keep=lambda case: case[0] == "cpp" or case == ("torch", "ngram", "greedy")),
+    grid(CASES, keep=lambda case: case[0] == "cpp"),
 )
 def test_only_the_request_with_nan_fails(pair, backend, draft, poisoned):
     """Its first logits are NaN, and so are the draft model's; its pages go to the requests that wait."""

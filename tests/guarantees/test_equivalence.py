@@ -52,13 +52,12 @@ def demo(target, draft, prompt_ids, expected):
 
 # A few of all pairs; the rest has every one.
 SIZES = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 5), (16, 8)])
-# The oracle is slow, and decodes batches of any size with the same loop.
-SIZES_OF_ORACLE = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 8), (8, 3)])
 
 
 @pytest.mark.parametrize("drafter", grid(["model", "ngram", "ngram-trie", "self"], keep=["model", "ngram"]))
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 class TestDemoPair:
+    @each_value_once
     @pytest.mark.parametrize(("batch_size", "num_draft_tokens"), SIZES)
     def test_engine(self, demo, method, drafter, batch_size, num_draft_tokens):
         target, draft, prompt_ids, expected = demo
@@ -66,12 +65,17 @@ class TestDemoPair:
         config = {"method": method, "max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens}
         assert run_engine(target, source, prompt_ids, **config) == expected
 
-    @each_value_once
-    @pytest.mark.parametrize(("batch_size", "num_draft_tokens"), SIZES_OF_ORACLE)
-    def test_oracle(self, demo, method, drafter, batch_size, num_draft_tokens):
-        target, draft, prompt_ids, expected = demo
-        source = draft if drafter == "model" else None
-        assert run_oracle(method, target, source, prompt_ids, batch_size, num_draft_tokens) == expected
+
+# The oracle is slow, and decodes batches of any size with the same loop.
+@each_value_once
+@pytest.mark.parametrize(
+    ("batch_size", "num_draft_tokens"), grid(product((1, 4, 16), NUM_DRAFT_TOKENS), keep=[(1, 8), (4, 3)])
+)
+@combinations(method=["eqspec", "exspec"], drafter=["model", "ngram"])
+def test_oracle(demo, method, drafter, batch_size, num_draft_tokens):
+    target, draft, prompt_ids, expected = demo
+    source = draft if drafter == "model" else None
+    assert run_oracle(method, target, source, prompt_ids, batch_size, num_draft_tokens) == expected
 
 
 def test_oracle_autoregressive(target, prompt_ids, expected):
@@ -79,7 +83,7 @@ def test_oracle_autoregressive(target, prompt_ids, expected):
     assert outputs == expected[:8]
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("batch_size", grid(BATCH_SIZES, keep=[1, 8]))
 def test_plain_decoding_in_the_engine(target, prompt_ids, expected, batch_size):
     assert run_engine(target, None, prompt_ids, max_batch_size=batch_size) == expected
 

@@ -19,6 +19,7 @@ from specdec_fast.models import row_counts
 from specdec_fast.ops import resolve
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.ragged_model import RaggedModel
+from support.grids import grid
 from support.models import WITH_CHUNKS, tiny_model
 from support.row_bits import SPECULATIONS, Alone, RecordedEngine, assert_same_bits, assert_same_bits_of_pair
 from support.source_tree import ROOT
@@ -120,7 +121,7 @@ def in_a_batch_of_matrices(mlp, rows):
     return mlp.down_proj(mlp.act_fn(gate) * up)[None]
 
 
-@pytest.mark.parametrize("architecture", WITH_CHUNKS)
+@pytest.mark.parametrize("architecture", grid(list(WITH_CHUNKS), keep=list(WITH_CHUNKS)[::3]))
 def test_no_known_architecture_needs_to_be_computed_one_by_one(architecture):
     described = sd.Engine(tiny_model(architecture), None, enforce_eager=True).describe()
     assert (described["rows_one_by_one"], described["why_one_by_one"]) == (False, None)

@@ -50,7 +50,7 @@ KINDS = {
     "eagle3": (
         partial(eagle3.write_checkpoint, draft_vocab_size=60),
         [{}, {"max_prefill_tokens": 7, "num_draft_tokens": 3}, {}],
-        (DTYPES[0], DTYPES[2]),
+        DTYPES[2:],
     ),
     "dflash": (
         dflash.write_checkpoint,

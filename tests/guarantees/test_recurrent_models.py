@@ -76,14 +76,17 @@ SCHEDULES = {"exspec": {"method": "exspec"}, "eqspec-chunks": {"method": "eqspec
 @each_value_once("pair")
 @combinations(
     drafter=["model", "ngram"],
-    sizes=SIZES,
-    schedule=SCHEDULES,
+    settings={
+        "alone-exspec": SIZES["alone"] | SCHEDULES["exspec"],
+        "three-eqspec-chunks": SIZES["three"] | SCHEDULES["eqspec-chunks"],
+        "all-exspec": SIZES["all"] | SCHEDULES["exspec"],
+    },
     enforce_eager=[False, True],
 )
-def test_bits_equal_plain_decoding(pair, drafter, sizes, schedule, enforce_eager):
+def test_bits_equal_plain_decoding(pair, drafter, settings, enforce_eager):
     target, draft, expected = pair
     source = draft if drafter == "model" else drafter
-    engine = sd.Engine(target, source, **sizes, **schedule, enforce_eager=enforce_eager)
+    engine = sd.Engine(target, source, **settings, enforce_eager=enforce_eager)
     if enforce_eager:  # programs and PyTorch round differently
         expected = results(sd.Engine(target, None, max_batch_size=1, enforce_eager=True))
     assert results(engine) == expected

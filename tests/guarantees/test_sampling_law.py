@@ -36,8 +36,8 @@ RULES = {
 
 
 def trials(backend: str) -> int:
-    """100,000 where compiled code draws; the oracle's loops and interpreted kernels take a thousand times as long."""
-    return 200 if backend in INTERPRETED else 1_500 if backend == "torch" else 100_000
+    """50,000 where compiled code draws; the oracle's loops and interpreted kernels take hundreds of times as long."""
+    return 200 if backend in INTERPRETED else 1_500 if backend == "torch" else 50_000
 
 
 class Chain:

@@ -67,7 +67,7 @@ def generate(engine, params):
     return engine.generate([PROMPT] * len(params), params, progress=False)
 
 
-@pytest.fixture(scope="module", params=grid({"every eighth schema": 8, "all schemas": 1}, {"every eighth schema"}))
+@pytest.fixture(scope="module", params=grid({"every 15th schema": 15, "all schemas": 1}, {"every 15th schema"}))
 def names(request):
     return list(SCHEMAS)[:: request.param] * 2
 

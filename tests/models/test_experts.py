@@ -24,7 +24,7 @@ PROMPTS = [[3, 5, 7, 11], [13] * 9, [2], [90, 1, 44, 17, 60, 8], [21, 34]]
 PARAMS = sd.SamplingParams(max_new_tokens=12, logprobs=True)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", grid(list(CONFIGS), keep=list(CONFIGS)[::4]))
 def test_sizes_are_known_before_loading(tmp_path, name):
     model = tiny_mixture(name)
     model.save_pretrained(tmp_path)
@@ -45,7 +45,7 @@ def generated(model, prompt):
 
 
 @pytest.mark.skipif(WITHOUT_PROGRAMS is not None, reason="programs run in the C++ extension")
-@pytest.mark.parametrize("name", grid(list(CONFIGS), keep=list(CONFIGS)[::3]))
+@pytest.mark.parametrize("name", grid(list(CONFIGS), keep=list(CONFIGS)[::6]))
 def test_programs_generate_what_transformers_does(name):
     model = tiny_mixture(name)
     outputs, engine = outputs_of(model)

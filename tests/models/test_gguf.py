@@ -25,7 +25,7 @@ from specdec_fast.quantization.packed_weight import dequantized, expert_of
 from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.gguf_files import add_sentencepiece, add_tokenizer, write_gguf
-from support.grids import each_value_once
+from support.grids import each_value_once, grid
 
 CPU = torch.device("cpu")
 # As Q4_K_M and other mixtures have them: types by the part of the tensor's name. Vectors are F32.
@@ -100,6 +100,10 @@ def written(request, tmp_path_factory):
     return SimpleNamespace(path=path, reference=write_gguf(_random_model(request.param), path, _mixed, add=_no_vocab))
 
 
+# Experts, soft caps with a window, and joined linears; the tests of logits and codes have the other layouts as well.
+of_few = pytest.mark.parametrize("written", grid(list(_LAYOUTS), keep=["qwen3moe", "gemma2", "phi3"]), indirect=True)
+
+
 @pytest.fixture
 def small(tmp_path):
     """The path of a file of a Llama in Q8_0, and a function that writes it."""
@@ -144,6 +148,7 @@ def test_codes_are_kept_and_only_embeddings_are_dequantised(written):
     assert set(kinds) == {"int4", "int8", "bfloat16"}  # the last are those that the file has in F16 or BF16
 
 
+@of_few
 def test_the_plan_knows_the_bytes_without_reading_weights(written):
     sizes = checkpoint_sizes(written.path, None)
     assert sizes.weights == bytes_of(weights_of(load_gguf(read_gguf(written.path), None, CPU)))
@@ -151,6 +156,7 @@ def test_the_plan_knows_the_bytes_without_reading_weights(written):
 
 
 @each_value_once
+@of_few
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_speculation_equals_plain_decoding(written, dtype):
     prompts = [[1, 5, 9, 3], [1, 7, 7, 8, 7, 7, 8, 7, 7], [4]]
@@ -162,6 +168,7 @@ def test_speculation_equals_plain_decoding(written, dtype):
     assert all(output.error is None for output in plain)
 
 
+@of_few
 def test_a_forward_program_computes_it(written):
     described = sd.Engine(written.path, None, dtype="bfloat16", backend="cpp").describe()
     assert described["forward_program"], described["why_no_program"]
@@ -219,6 +226,7 @@ def test_the_dtype_is_the_files_or_bf16_beside_codes(small, types, dtype):
     assert load_model(small.path, None, CPU).dtype == dtype
 
 
+@of_few
 def test_rows_are_rounded_for_codes_of_a_file(written):
     """Also experts'; the model stays close to that with its rows as they are."""
     model = load_model(written.path, torch.float32, CPU, quantization="a8")

@@ -149,7 +149,7 @@ def plain():
     family=KINDS,
     dtype=[torch.float32, torch.bfloat16],
     drafter=["ngram", "model"],
-    num_draft_tokens=[1, 3, 5],
+    num_draft_tokens=[1, 5],
     batch_size=[1, 4],
     prefill={"whole": {}, "chunked": {"max_prefill_tokens": 5}},
 )

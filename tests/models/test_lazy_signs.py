@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import specdec_fast as sd
 from specdec_fast.equivalence.compare import transformers_greedy
 from support.experts import tiny_mixture
+from support.grids import each_value_once
 from support.lazy_signs import negative_view, with_lazy_weights
 from support.models import tiny_model
 from support.programs import needs_programs
@@ -26,6 +27,7 @@ def decoded(model: nn.Module, eager: bool) -> list[tuple[list[int], object]]:
 
 
 # Linears with and without biases and as Conv1D, sinks, experts, transposed experts with biases.
+@each_value_once
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "make",

@@ -14,7 +14,7 @@ from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.model_watch import Watch
 from specdec_fast.models.replaced_linears import Linears
 from specdec_fast.ops import all_ops, resolve
-from support.grids import grid
+from support.grids import each_value_once, grid
 from support.models import tiny_model, truncated_copy
 from support.op_cases import DTYPES, each_dtype
 from support.row_bits import Alone, assert_same_bits
@@ -48,6 +48,7 @@ def assert_rows_are_independent(function, dtype, shape):
     assert torch.equal(function(rows, weight[:few]), whole[:, :few])
 
 
+@each_value_once("version", "dtype")
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_the_same_bits_at_any_count(version, dtype, shape):
@@ -58,6 +59,7 @@ def test_rows_have_the_same_bits_at_any_count(version, dtype, shape):
 MANY = [(1030, 2100, 9), (90, 600, 300), (1024, 70, 45)]
 
 
+@each_value_once("version", "dtype")
 @each_dtype
 @pytest.mark.parametrize("shape", MANY, ids=str)
 def test_rows_have_the_same_bits_among_many(version, dtype, shape, monkeypatch):

@@ -9,6 +9,7 @@ from torch.nn import functional
 from specdec_fast.models import row_counts
 from specdec_fast.models.row_counts import Kind, chunks, kind_of, revealing, sizes_of
 from specdec_fast.torch_threads import in_invariant_call, invariant_call, one_thread
+from support.grids import each_value_once
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ALL = row_counts._COUNTS
@@ -51,6 +52,7 @@ LIBRARIES = {
 }
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_sizes_are_those_with_one_order(name, dtype, monkeypatch):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from support.grids import grid
-
 pytest.importorskip("triton")
 
 # Cases of quantised weights whose formats are listed in bf16 alone, because compiling all of them takes long.
@@ -55,7 +53,8 @@ def run(compiler):
     return lambda script: compiler.run(COMMON + script)
 
 
-@pytest.mark.parametrize("dtype", grid(["float32", "float16", "bfloat16"], keep=["bfloat16"]))
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_cases_of_the_ops_launch_what_is_listed(run, dtype):
     """Types, what is specialised as a multiple of 16 and flags, together; of listed sizes tiles and options as well."""
     found = run(f"""

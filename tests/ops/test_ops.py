@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.op_cases import OP_CASES, Case, with_tensors
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
 from specdec_fast.ops import BACKENDS, Op, all_ops
-from support.grids import grid
+from support.grids import each_value_once, grid
 from support.op_cases import CASES, DTYPES, attention_in_fp64, changed, each_dtype, make
 from support.op_checks import (
     INTERPRETED,
@@ -108,6 +108,7 @@ def chunk_begins_late(attention: Callable[..., Tensor], **args: Any) -> Tensor:
 
 
 # Negative controls: one plausible mistake per op.
+@each_value_once
 @each_dtype
 @pytest.mark.parametrize(
     ("name", "case", "wrong"),

@@ -35,6 +35,7 @@ def weight_of(kind, in_features, out_features, rounds_rows, has_mins):
     return pack(codes, scales, scales / 2 if has_mins else None, table, 32, kind, rounds_rows)
 
 
+@each_value_once
 @each_dtype
 def test_every_version_agrees_with_the_oracle(version, dtype):
     for case in OP_CASES[OP.name].cases:

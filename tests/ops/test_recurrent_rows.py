@@ -64,7 +64,7 @@ def assert_bits_of_plain_decoding(op: str, case: str, run: Run, dtype: torch.dty
 @each_subject
 def test_rows_have_the_bits_of_plain_decoding(op, case, backend, dtype):
     device_for(all_ops()[op], backend)
-    for seed in range(6 if backend == "cpp" else 1):
+    for seed in range(2 if backend == "cpp" else 1):
         assert_bits_of_plain_decoding(op, case, all_ops()[op].load(backend), dtype, seed, num_rows=11)
 
 

@@ -80,7 +80,7 @@ def rows_of_tile(num_rows: int, dtype: torch.dtype, weight: PackedWeight) -> int
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.grid)])
 @each_weight
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(weight, dtype):
-    counts = (1, 2, 5, 9, 17)
+    counts = (5, 9, 17)
     rows = make_rows(17, dtype)
     bias = torch.linspace(-1, 1, OUT_FEATURES).to(dtype)
     whole = quantized_linear(rows, weight, bias)

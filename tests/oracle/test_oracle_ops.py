@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_fast.ops import all_ops
 from support.grids import each_value_once
-from support.op_cases import CASES, attention_by_hand, changed, each_case, each_dtype, make
+from support.op_cases import CASES, attention_in_fp64, changed, each_case, each_dtype, make
 
 
 def append_by_hand(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -38,7 +38,7 @@ def assert_within_rounding(got: Tensor, truth: Tensor, args: dict[str, Any]) -> 
 @each_case("paged_attention")
 def test_attention(case, dtype):
     args = make("paged_attention", case, dtype)
-    assert_within_rounding(all_ops()["paged_attention"].load("torch")(**args), attention_by_hand(**args), args)
+    assert_within_rounding(all_ops()["paged_attention"].load("torch")(**args), attention_in_fp64(**args), args)
 
 
 # The parameters a backend could forget: without any one of them the same check must fail.
@@ -48,13 +48,14 @@ SINKS = [(case, "sinks") for case in ("sinks", "sinks_fp32", "sinks_window_softc
 FORGOTTEN = [*WINDOWED, *CHUNKED, ("softcap", "softcap"), ("window_softcap", "softcap"), *SINKS]
 
 
+@each_value_once
 @each_dtype
 @pytest.mark.parametrize(("case", "forgotten"), FORGOTTEN)
 def test_attention_check_sees_a_forgotten_parameter(case, forgotten, dtype):
     args = make("paged_attention", case, dtype)
     wrong = all_ops()["paged_attention"].load("torch")(**changed(args, f"params.{forgotten}", lambda _: None))
     with pytest.raises(AssertionError):
-        assert_within_rounding(wrong, attention_by_hand(**args), args)
+        assert_within_rounding(wrong, attention_in_fp64(**args), args)
 
 
 def compact_by_hand(

@@ -219,7 +219,7 @@ def test_what_is_lowered_first(made, target, draft, prompt_ids, expected):
     assert shown[10**8] == (True, 8, 5)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [8, "auto"])
+@pytest.mark.parametrize("num_draft_tokens", grid([8, "auto"], keep=[8]))
 def test_k_is_lowered_before_the_batch(made, target, draft, num_draft_tokens):
     keywords = {"window_size": 8, "num_draft_tokens": num_draft_tokens}
     whole = smallest_with(made, lambda plan: (plan["max_batch_size"], plan["most_draft_tokens"]) == (8, 8), **keywords)

@@ -61,7 +61,7 @@ def logits_of(model, forward, spans):
     ("name", "dtype"),
     grid(
         product(HYBRIDS, (torch.float32, torch.float16)),
-        keep=[("qwen3_5", torch.float16), ("mamba", torch.float32)],
+        keep=[("qwen3_5", torch.float16)],
     ),
     ids=str,
 )

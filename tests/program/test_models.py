@@ -10,12 +10,14 @@ import torch
 import specdec_fast as sd
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
+from support.grids import each_value_once
 from support.models import WITH_CHUNKS, tiny_model
 from support.programs import CPU, DTYPES, dense_logits, eager, needs_programs, ragged_logits
 
 pytestmark = needs_programs
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", WITH_CHUNKS)
 def test_models_are_computed_as_pytorch_does(architecture, dtype):

@@ -5,35 +5,86 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor, UntypedStorage
+
+from bench.op_cases import with_tensors
 from specdec_fast.kv_cache.hf_cache import PagedCache
-from specdec_fast.model_watch import Watch, hooked_class, replaced_forward
+from specdec_fast.model_watch import hooked_class, replaced_forward
 from specdec_fast.models.model_checks import check_ignores_answers
 from specdec_fast.program import compile_forward
+from specdec_fast.program.plan.ir import Plan
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.ragged_model import RaggedModel
 
 
+@dataclass(frozen=True)
+class _Recording:
+    plan: Plan
+    places: tuple[Any, ...]
+    storages: list[int]
+    baked: list[Tensor]  # numbers that the plan has copied, as they were then
+    kept: Any  # the model, and with it the addresses of its weights
+
+
+# By the kind of a model and how it is recorded.
+_RECORDINGS: dict[Any, _Recording] = {}
+
+
 @contextmanager
 def recorded_once() -> Iterator[None]:
-    """In the ``with`` block engines record a model once, unless it has changed or has to be recorded in another way."""
-    recordings: dict[Any, Any] = {}
+    """In the ``with`` block engines record one model of a kind; the plans of others are made of that recording."""
 
     def recorded(model, forward, layout, ops, rules, tapped=None, max_positions=None, cache_class=PagedCache):
         taps = None if tapped is None else tapped.__self__.ids
-        settings = (layout, sorted(ops.chosen.items()), rules, taps, max_positions, cache_class, model.config)
-        key = (id(model), repr(settings))
-        watch, plan, _ = recordings.get(key, (None, None, None))
-        if watch is None or watch.change() is not None:
-            plan = compile_forward(model, forward, layout, ops, rules, tapped, max_positions, cache_class)
-            recordings[key] = (Watch(model, plan.baked), plan, model)  # the model is kept, and with it its id
+        kind = _kind_of(model, layout, sorted(ops.chosen.items()), rules, taps, max_positions, cache_class)
+        known = None if kind is None else _RECORDINGS.get(kind)
+        places, storages = _places_of(model)
+        if known is not None and known.places == places:
+            plan = _moved(known, storages)
+            if len(plan.baked) == len(known.baked) and all(map(torch.equal, plan.baked, known.baked)):
+                return plan
+        plan = compile_forward(model, forward, layout, ops, rules, tapped, max_positions, cache_class)
+        if kind is not None:
+            addresses = [storage.data_ptr() for storage in storages]
+            _RECORDINGS[kind] = _Recording(plan, places, addresses, [each.clone() for each in plan.baked], model)
         return plan
 
     with patch("specdec_fast.runner.ragged_model.compile_forward", recorded):
         yield
+
+
+def _places_of(model: torch.nn.Module) -> tuple[tuple[Any, ...], list[UntypedStorage]]:
+    """Return how the tensors of a model lie in their storages, and which of them share one; and the storages."""
+    places: list[Any] = []
+    storages: dict[int, UntypedStorage] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        storage = tensor.untyped_storage()
+        storages.setdefault(storage.data_ptr(), storage)
+        number = list(storages).index(storage.data_ptr())
+        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.is_neg())
+        places.append((name, number, storage.nbytes(), *layout))
+    return tuple(places), list(storages.values())
+
+
+def _moved(known: _Recording, storages: list[UntypedStorage]) -> Plan:
+    """Return the plan with the weights of another model in the places of those of the recorded one."""
+    others = dict(zip(known.storages, storages, strict=True))
+
+    def moved(path: str, tensor: Tensor) -> Tensor:
+        other = others.get(tensor.untyped_storage().data_ptr())
+        if other is None:
+            return tensor
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    instructions = with_tensors(known.plan.instructions, moved)
+    return replace(known.plan, instructions=instructions, baked=with_tensors(known.plan.baked, moved))
 
 
 # By the kind of a model, its row padding, why its rows are computed one by one, and whether all linears are replaced.

@@ -25,6 +25,7 @@ from specdec_fast.training.interrupts import Terminated, deferred, terminable
 from specdec_fast.training.texts import Texts
 from specdec_fast.training.trainer import Trainer, TrainingSettings
 from specdec_fast.whole_files import replaced
+from support.grids import each_value_once
 
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 
@@ -35,6 +36,7 @@ def made(target, texts, folder, matrix_learning_rate=None):
     return Trainer(new_heads(target, 2), teacher, texts, settings, folder)
 
 
+@each_value_once
 @pytest.mark.parametrize("place", ["before the first optimizer", "behind the first one", "behind the last one"])
 @pytest.mark.parametrize("number", SIGNALS.values(), ids=SIGNALS)
 def test_a_signal_within_a_step_waits_for_its_end(target, texts, tmp_path, number, place):

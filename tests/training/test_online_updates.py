@@ -34,7 +34,7 @@ def outputs_of(engine):
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        (torch.float32, {}),
+        pytest.param(torch.float32, {}, marks=pytest.mark.grid),
         (torch.bfloat16, {"draft_vocab_size": 60}),
     ],
     ids=["fp32", "bf16, fewer ids"],

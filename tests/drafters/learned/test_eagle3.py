@@ -18,6 +18,7 @@ from specdec_fast.trees.growing import GrowingTree
 from specdec_fast.trees.parents import ROOT
 from specdec_fast.trees.static import StaticTree
 from support.eagle3 import dense_chain, write_checkpoint
+from support.grids import each_value_once
 from support.models import VOCAB_SIZE
 from support.simulated_engine import SimulatedEngine
 from support.trees import trees_of
@@ -43,6 +44,7 @@ def make(tmp_path, target, model, options, seed=0, enforce_eager=False, draft_tr
     return SimulatedEngine(model, drafter, partial(dense_chain, weights, options), seed)
 
 
+@each_value_once
 @eagerly_too
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options, enforce_eager):
