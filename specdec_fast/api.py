@@ -28,8 +28,9 @@ def generate(
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
-        draft: the same for a small model with the target's vocabulary; the name of a drafter, such as ``"ngram"``; a
-            Drafter; None (or ``"none"``) for plain decoding.
+        draft: the same for a small model with the target's vocabulary; the name of a drafter, such as ``"ngram"``;
+            ``"auto"``, which chooses between ``"self"`` and ``"ngram"``; a Drafter; None (or ``"none"``) for plain
+            decoding.
         prompts: a prompt, or a list of prompts of any kinds. A prompt is a string, a list of token ids, a list of
             messages (``[{"role": "user", "content": "Hello"}]``), or the result of a tokenizer.
         params: SamplingParams or a transformers GenerationConfig for all, or a list with one each; None is greedy.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from specdec_fast.commands.common import add_engine_options, add_pair_options, engine_config
+from specdec_fast.commands.common import add_engine_options, add_pair_options, engine_config, report_choice
 from specdec_fast.commands.prompt_files import BadLineError, parse_json, read_lines
 from specdec_fast.commands.request_options import (
     add_chat_options,
@@ -98,6 +98,8 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
     engine = Engine(args.target, args.draft, config) if good else None
+    if engine is not None:
+        report_choice(engine)
     reading = _reading(args, engine, options.get("chat_template"))
     defaults = default_params(args, engine) if engine else OPENAI_DEFAULTS
     num_failed = 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import reprlib
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import CHECKPOINT_DRAFTERS, DRAFTERS
+from specdec_fast.drafters import AUTO_DRAFT, CHECKPOINT_DRAFTERS, DRAFTERS
+from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.quantization.rounding import QUANTIZATIONS
@@ -162,7 +164,13 @@ def _tree(text: str) -> Any:
 
 def drafter_names() -> str:
     """Name the drafters that need no draft model, for the help of --draft."""
-    return ", ".join([*DRAFTERS, *(f"{kind}:FOLDER" for kind in CHECKPOINT_DRAFTERS)])
+    return ", ".join([AUTO_DRAFT, *DRAFTERS, *(f"{kind}:FOLDER" for kind in CHECKPOINT_DRAFTERS)])
+
+
+def report_choice(engine: Engine) -> None:
+    """Say on stderr which drafter ``--draft auto`` stands for, and why."""
+    if engine.draft_choice is not None:
+        print(f"--draft auto: {engine.draft_choice.name}, because {engine.draft_choice.why}", file=sys.stderr)
 
 
 def expect_writable(path: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from specdec_fast.commands.common import report_choice
 from specdec_fast.commands.prompt_files import BadLineError, PromptLine
 from specdec_fast.commands.result_files import ResultFile, report_interrupt
 from specdec_fast.config import EngineConfig
+from specdec_fast.drafters import AUTO_DRAFT
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.output import Progress
 from specdec_fast.results import GenerationOutput
@@ -45,7 +48,11 @@ def write_results(
     rest = [line for line in lines if not results.done.issuperset(_numbers(line, n))]
     good = [line for line in rest if line.problem is None]
     params = [common.with_seed_offset((line.number - 1) * n + 1) for line in good]
+    if draft == AUTO_DRAFT and good:
+        config = replace(config, max_batch_size=min(config.max_batch_size, len(good) * n))
     engine = Engine(args.target, draft, config) if good else None
+    if engine is not None:
+        report_choice(engine)
     num_bad = 0
 
     def write(line: PromptLine, choice: int, record: dict[str, Any]) -> None:

@@ -15,7 +15,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specdec_fast.commands.common import add_drafter_options, add_engine_options, drafter_names, engine_config
+from specdec_fast.commands.common import (
+    add_drafter_options,
+    add_engine_options,
+    drafter_names,
+    engine_config,
+    report_choice,
+)
 from specdec_fast.commands.request_options import (
     add_chat_template_option,
     add_generation_config_option,
@@ -109,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     with _exits_at_signals(), _bound(args.host, args.port) as listener:
         limits = {"max_waiting": args.max_waiting, "kv_token_budget": args.kv_token_budget}
         engine = AsyncEngine(args.target, args.draft, config, **limits)
+        report_choice(engine.engine)
         if chat_template is not None and engine.engine.tokenizer is not None:
             engine.engine.tokenizer.chat_template = chat_template
         if lacks_chat_template(engine.engine.tokenizer):

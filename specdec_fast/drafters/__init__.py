@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from specdec_fast.drafters.auto import DraftChoice, choose_draft
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult, TreeDrafter
 from specdec_fast.drafters.registry import (
+    AUTO_DRAFT,
     CHECKPOINT_DRAFTERS,
     DRAFTERS,
     NO_DRAFT,
@@ -17,15 +19,18 @@ from specdec_fast.drafters.registry import (
 )
 
 __all__ = [
+    "AUTO_DRAFT",
     "CHECKPOINT_DRAFTERS",
     "DRAFTERS",
     "NO_DRAFT",
     "Draft",
+    "DraftChoice",
     "Drafter",
     "DrafterContext",
     "StepResult",
     "TreeDrafter",
     "checked_draft",
+    "choose_draft",
     "configs_for",
     "copied_quantization",
     "expect_settings_read",

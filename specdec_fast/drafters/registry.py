@@ -41,6 +41,7 @@ from specdec_fast.runner.profiling import most_proposed
 from specdec_fast.runner.ragged_model import RaggedModel
 
 NO_DRAFT = "none"  # the same as None; the command line needs a string
+AUTO_DRAFT = "auto"  # the engine chooses one of DRAFTERS
 
 # Every drafter that has a name, and the function that makes it. Any other string names a draft model or its folder.
 DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
@@ -77,13 +78,13 @@ def checked_draft(draft: Any, config: EngineConfig) -> Any:
     if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
         raise ConfigError(
             f"draft is a {type(draft).__name__}; expected a model, its name or folder, "
-            f"{', '.join(map(repr, DRAFTERS))}, a Drafter (an instance, not its class), or None."
+            f"{', '.join(map(repr, (AUTO_DRAFT, *DRAFTERS)))}, a Drafter (an instance, not its class), or None."
         )
-    if isinstance(draft, str) and draft not in DRAFTERS:
+    if isinstance(draft, str) and draft != AUTO_DRAFT and draft not in DRAFTERS:
         kind, _, folder = draft.partition(":")
         if kind in CHECKPOINT_DRAFTERS and not folder:
             raise ConfigError(f"draft={draft!r} needs a checkpoint: pass '{kind}:FOLDER'.")
-        if kind not in CHECKPOINT_DRAFTERS and (close := difflib.get_close_matches(draft, DRAFTERS)):
+        if kind not in CHECKPOINT_DRAFTERS and (close := difflib.get_close_matches(draft, (AUTO_DRAFT, *DRAFTERS))):
             raise ConfigError(
                 f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'."
             )
@@ -177,7 +178,7 @@ def configs_for(drafts: Many[Any], config: EngineConfig) -> list[EngineConfig]:
 
 def _settings_of(draft: Any) -> tuple[str, ...]:
     """Return what ``Drafter.settings`` will be, before the drafter is made; all, if only the made one can tell."""
-    if draft is None:
+    if draft is None or draft == AUTO_DRAFT:
         return ()
     if is_draft_model(draft):
         return ModelDrafter.settings
@@ -192,7 +193,9 @@ def is_draft_model(draft: Any) -> bool:
     """Return whether ``draft``, from ``checked_draft``, is a draft model or the name or folder of one."""
     if isinstance(draft, nn.Module):
         return True
-    return isinstance(draft, (str, PathLike)) and draft not in DRAFTERS and _checkpoint(fspath(draft)) is None
+    if not isinstance(draft, (str, PathLike)) or draft == AUTO_DRAFT or draft in DRAFTERS:
+        return False
+    return _checkpoint(fspath(draft)) is None
 
 
 def copied_quantization(draft: Any) -> str | None:

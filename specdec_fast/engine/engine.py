@@ -12,7 +12,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig, as_config
-from specdec_fast.drafters import Drafter, checked_draft, expect_settings_read, make_drafter
+from specdec_fast.drafters import (
+    AUTO_DRAFT,
+    DraftChoice,
+    Drafter,
+    checked_draft,
+    choose_draft,
+    expect_settings_read,
+    make_drafter,
+)
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder, as_params_list
 from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory
@@ -52,8 +60,8 @@ class Engine:
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
-        draft: the same for a draft model; the name of a drafter, such as ``"ngram"``; a Drafter; or None (or
-            ``"none"``) for plain decoding.
+        draft: the same for a draft model; the name of a drafter, such as ``"ngram"``; ``"auto"``, which chooses between
+            ``"self"`` and ``"ngram"``; a Drafter; or None (or ``"none"``) for plain decoding.
         config: an EngineConfig; its fields may be given as keywords instead.
         tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
             ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; the text of a list of ids must
@@ -104,7 +112,8 @@ class Engine:
             self.target.release_memory()
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
-        drafter = make_drafter(draft, self.target, self.config, self._ops, self.tokenizer)
+        self.draft_choice: DraftChoice | None = None
+        drafter = self._make_drafter(draft)
         if draft is not None:
             expect_settings_read(drafter, self.config)
         self.target.use_taps(drafter.taps)
@@ -122,7 +131,7 @@ class Engine:
             drafter.limit_prefill(self.config.max_prefill_tokens)
             if not self.memory_plan.has_drafter:
                 draft = None
-                drafter = make_drafter(None, self.target, self.config, self._ops, self.tokenizer)
+                drafter = self._make_drafter(None)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
         verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
@@ -141,6 +150,16 @@ class Engine:
             return_freed_memory()
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config, max_nodes)
         self.shared = SharedCore(self.core, self.process)
+
+    def _make_drafter(self, draft: Any) -> Drafter:
+        make = partial(make_drafter, target=self.target, config=self.config, ops=self._ops, tokenizer=self.tokenizer)
+        if draft == AUTO_DRAFT:
+            self.draft_choice = choose_draft(self.target, self.config, self._can_afford, make)
+            draft = self.draft_choice.draft
+        return make(draft)
+
+    def _can_afford(self, draft: str) -> bool:
+        return affordable_draft(self.target.model, draft, self.config) is not None
 
     def _planned(self, drafter: Drafter, drafts: bool) -> MemoryPlan | None:
         """Plan the memory; if state slots with room for draft tokens do not fit, with those of plain decoding."""
@@ -272,6 +291,7 @@ class Engine:
         return {
             "target": self.target.name,
             "drafter": self.drafter.name,
+            "why_drafter": None if self.draft_choice is None else self.draft_choice.why,
             "method": self.config.method,
             "max_batch_size": self.config.max_batch_size,
             "num_draft_tokens": self.config.num_draft_tokens,
