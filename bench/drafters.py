@@ -27,6 +27,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.commands.common import add_drafter_options, format_table
 from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.drafters import configs_for
+from specdec_fast.drafters.suffix.drafter import SuffixDrafter
 from specdec_fast.models.loading import load_model
 
 PLAIN = "none"
@@ -34,6 +35,8 @@ PLAIN = "none"
 
 def run(engine: Engine, prompts: list[Any], params: list[SamplingParams]) -> Measurement:
     """Decode all prompts once."""
+    if isinstance(engine.drafter, SuffixDrafter):
+        engine.drafter.clear()  # earlier repeats had the same outputs
     started = perf_counter()
     outputs = engine.generate(prompts, params, progress=False)
     seconds = perf_counter() - started

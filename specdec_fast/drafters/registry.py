@@ -30,6 +30,7 @@ from specdec_fast.drafters.ngram.trie_drafter import NgramTrieDrafter
 from specdec_fast.drafters.self_draft.drafter import Int8SelfDrafter, SelfDrafter
 from specdec_fast.drafters.specblock.checkpoint import is_specblock
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
+from specdec_fast.drafters.suffix.drafter import SuffixDrafter, is_texts_file
 from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
@@ -52,6 +53,7 @@ DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
     "self": SelfDrafter,
     "self:int4": SelfDrafter,
     "self:int8": Int8SelfDrafter,
+    "suffix": SuffixDrafter,
 }
 
 # Drafters of checkpoints, asked for as "kind:FOLDER": what makes one, and whether a folder holds one.
@@ -62,6 +64,7 @@ CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], C
     "eagle3": (Eagle3Drafter, is_eagle3),
     "medusa": (MedusaDrafter, is_medusa),
     "mtp": (MtpDrafter, holds_mtp),
+    "suffix": (SuffixDrafter, is_texts_file),
 }
 
 _SETTINGS = ("tap_layers", "draft_tree", "draft_quantization")  # those that are for some drafters only

@@ -54,7 +54,7 @@ def demo(target, draft, prompt_ids, expected):
 SIZES = grid(product(BATCH_SIZES, NUM_DRAFT_TOKENS), keep=[(1, 5), (16, 8)])
 
 
-@pytest.mark.parametrize("drafter", grid(["model", "ngram", "ngram-trie", "self"], keep=["model", "ngram"]))
+@pytest.mark.parametrize("drafter", grid(["model", "ngram", "ngram-trie", "self", "suffix"], keep=["model", "ngram"]))
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 class TestDemoPair:
     @each_value_once
@@ -114,7 +114,7 @@ def pair(request):
 
 
 class TestArchitectures:
-    @combinations(method=["eqspec", "exspec"], drafter=["model", "ngram", "ngram-trie", "self"])
+    @combinations(method=["eqspec", "exspec"], drafter=["model", "ngram", "ngram-trie", "self", "suffix"])
     def test_engine(self, pair, method, drafter):
         target, draft, prompts, expected = pair
         engine = sd.Engine(target, draft if drafter == "model" else drafter, method=method, max_batch_size=3)

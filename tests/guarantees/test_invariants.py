@@ -39,7 +39,7 @@ schedules = st.fixed_dictionaries(
     {
         "requests": st.lists(st.tuples(st.integers(1, 30), st.integers(1, 14)), min_size=1, max_size=7),
         "method": st.sampled_from(["eqspec", "exspec"]),
-        "draft": st.sampled_from(["model", "ngram", "ngram-trie", "self"]),
+        "draft": st.sampled_from(["model", "ngram", "ngram-trie", "self", "suffix"]),
         "max_batch_size": st.integers(1, 4),
         "num_draft_tokens": st.one_of(st.integers(0, 6), st.just("auto")),
         "max_wait_steps": st.integers(0, 3),

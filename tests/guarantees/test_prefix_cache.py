@@ -51,7 +51,7 @@ CHECKPOINTS = {
     "clover": write_clover,
     "medusa": write_medusa,
 }
-DRAFTS = ["none", "model", "ngram", "ngram-trie", "self", *CHECKPOINTS]
+DRAFTS = ["none", "model", "ngram", "ngram-trie", "self", "suffix", *CHECKPOINTS]
 CONFIGS = {
     "window": {},
     "chunks": {"max_prefill_tokens": 7, "kv_cache_tokens": 72},
