@@ -95,6 +95,14 @@ def _torch_settings():
 
 # Folders of tests in which every engine records and checks its models: they are about that, or about kinds of models.
 PREPARING = {"cuda_graphs", "models", "ops", "program"}
+# Files among them that are about what models compute once they are loaded.
+SERVING = {
+    "test_expert_codes.py",
+    "test_experts.py",
+    "test_gguf.py",
+    "test_indexed_attention.py",
+    "test_quantized_checkpoint.py",
+}
 # Files elsewhere that are about the checks.
 CHECKING = {"test_forwards_by_pytorch.py", "test_hidden_states.py", "test_row_invariance.py"}
 
@@ -104,11 +112,9 @@ def _prepared_once(request):
     """The engines of a test file record a model once, as long as it does not change, and check one model of a kind."""
     from support.prepared_once import checked_once, recorded_once
 
-    folder, name = request.path.parent.name, request.path.name
-    with (
-        nullcontext() if folder in PREPARING else recorded_once(),
-        nullcontext() if folder in PREPARING or name in CHECKING else checked_once(),
-    ):
+    prepares = request.path.parent.name in PREPARING and request.path.name not in SERVING
+    checks = prepares or request.path.name in CHECKING
+    with nullcontext() if prepares else recorded_once(), nullcontext() if checks else checked_once():
         yield
 
 

@@ -87,7 +87,7 @@ def test_weights_are_those_of_the_codes(case, written):
         assert torch.equal(parameter.double(), expected[name]), name
 
 
-@pytest.mark.parametrize("case", grid(CASES, keep=KEPT))
+@pytest.mark.parametrize("case", grid(CASES, keep=list(KEPT)[::2]))
 def test_speculation_gives_the_tokens_of_plain_decoding(case, written):
     folder, _ = written(case)
     params = [

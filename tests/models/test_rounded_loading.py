@@ -60,7 +60,7 @@ def expect_same(found, expected):
     assert not hasattr(found, "hf_quantizer")
 
 
-@pytest.mark.parametrize("name", grid(list(MODELS), keep=KEPT))
+@pytest.mark.parametrize("name", grid(list(MODELS), keep=list(KEPT)[::2]))
 def test_bits_are_those_of_rounding_after_loading(name, tmp_path, monkeypatch):
     MODELS[name]().bfloat16().save_pretrained(tmp_path)
     expected = rounded_after_loading(tmp_path, torch.bfloat16, "int4")

@@ -155,7 +155,7 @@ def test_few_rows_have_the_bits_of_a_prompt_in_every_version(version, dtype, hea
 
 
 # The kernel for few rows looks for such values only where a sum is not finite.
-@each_value_once("version", "dtype")
+@each_value_once
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_values_that_are_not_finite_reach_only_rows_that_see_them_in_every_version(version, dtype, broken):

@@ -165,7 +165,7 @@ def test_rows_have_the_bits_of_their_chains(case):
 
 
 # Every row is one call, so there are fewer examples.
-@fuzz(15)
+@fuzz(8)
 @given(case=cases())
 def test_rows_have_the_bits_of_their_chains_in_pytorch(case):
     check(case, IN_PYTORCH)

@@ -18,6 +18,7 @@ from specdec_fast.quantization.packed_weight import FLOAT8, INT8, TABLE, PackedW
 from specdec_fast.triton_kernels import quantized_linear as module
 from specdec_fast.triton_kernels import quantized_linear_parts as parts
 from specdec_fast.triton_kernels.quantized_linear import quantized_linear
+from support.grids import grid
 from support.noted_launches import Noted
 
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
@@ -67,7 +68,7 @@ WEIGHTS = {
     "levels": of_levels(make_weight(TABLE, table=WHOLE, has_mins=True)),
     "short_levels_a8": of_levels(make_weight(INT8, group_size=16, rounds_rows=True)),
 }
-each_weight = pytest.mark.parametrize("weight", list(WEIGHTS.values()), ids=list(WEIGHTS))
+each_weight = pytest.mark.parametrize("weight", grid(WEIGHTS, keep=list(WEIGHTS)[::2]))
 
 
 def rows_of_tile(num_rows: int, dtype: torch.dtype, weight: PackedWeight) -> int:

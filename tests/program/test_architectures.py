@@ -85,7 +85,10 @@ def texts(name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    grid([(name, dtype) for name in NAMES for dtype in DTYPES], lambda each: each[1] == torch.float32),
+    grid(
+        [(name, dtype) for name in NAMES for dtype in DTYPES],
+        lambda each: each[1] == torch.float32 and each[0] in NAMES[::2],
+    ),
     ids=str,
 )
 @torch.inference_mode()
