@@ -55,6 +55,14 @@ class Grammars:
         self._compiled: OrderedDict[_Key, Any] = OrderedDict()  # the latest used one last
         self._num_bytes = 0
 
+    def prepare(self) -> None:
+        """Start a process and let it have the vocabulary, so that the first request does not wait for that.
+
+        Where there is no xgrammar, or no vocabulary that it can read, do nothing: the request will be refused.
+        """
+        with suppress(GrammarError):
+            self._grammar(_ANY_JSON, skips_special=True)
+
     def has(self, asked: StructuredOutputs, skips_special: bool = True) -> bool:
         """Return whether ``masks`` would compile nothing."""
         return _key_of(asked, skips_special) in self._compiled

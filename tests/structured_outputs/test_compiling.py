@@ -42,6 +42,25 @@ def test_a_grammar_is_compiled_once(grammars, monkeypatch):
     assert mask.allows_any()
 
 
+def test_what_is_prepared_is_not_waited_for(tokenizer, monkeypatch):
+    """The process runs and has the vocabulary, and the vocabulary is read."""
+    grammars = Grammars(tokenizer, 1024, EOS)
+    grammars.prepare()
+    assert [process.is_alive for process in compiling._processes._idle]
+    monkeypatch.setattr(compiling, "_Process", lambda: pytest.fail("a process was started"))
+    monkeypatch.setattr(grammars, "_read_vocabulary", lambda skips: pytest.fail("the vocabulary was read again"))
+    (mask,) = grammars.masks(asked(regex="prepared"), EOS)
+    assert mask.allows_any()
+
+
+@pytest.mark.parametrize("missing", ["xgrammar", "tokenizer"])
+def test_nothing_is_prepared_where_nothing_can_be(tokenizer, monkeypatch, missing):
+    if missing == "xgrammar":
+        monkeypatch.setitem(sys.modules, "xgrammar", None)
+    monkeypatch.setattr(compiling._processes, "answer", lambda *job: pytest.fail("something was compiled"))
+    Grammars(None if missing == "tokenizer" else tokenizer, 1024, EOS).prepare()
+
+
 def test_a_schema_with_texts_has_two_masks(grammars):
     """The second one is that of JSON: xgrammar's own grammar of a limited text lets control characters through."""
     assert len(grammars.masks(asked(json={"type": "string"}), EOS)) == 1
