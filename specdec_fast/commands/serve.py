@@ -208,6 +208,8 @@ async def _serve(app: FastAPI, engine: AsyncEngine, listener: socket.socket, arg
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         access_log=not args.no_access_log,
     )
+    # Beside the warm-up; a daemon, so that signals need not wait for it.
+    threading.Thread(target=engine.engine.prepare_structured_outputs, daemon=True).start()
     server = Server(config)
     loop = asyncio.get_running_loop()
     closing = [args.shutdown_timeout, 0.0]

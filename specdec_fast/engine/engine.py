@@ -286,6 +286,14 @@ class Engine:
         """
         self.core.prefixes.is_stale = True
 
+    def prepare_structured_outputs(self) -> None:
+        """Start the process that compiles grammars, so that no request waits for that; takes some seconds.
+
+        Any thread may call, beside other calls. Without the package ``xgrammar``, or a tokenizer that it can read, this
+        does nothing.
+        """
+        self._grammars.prepare()
+
     def describe(self) -> dict[str, Any]:
         """Return the names of this engine's models, method and backends, and how its forwards run."""
         return {

@@ -55,6 +55,14 @@ class Grammars:
         self._compiled: OrderedDict[_Key, Any] = OrderedDict()  # the latest used one last
         self._num_bytes = 0
 
+    def prepare(self) -> None:
+        """Start a process and let it have the vocabulary, so that the first request does not wait for that.
+
+        Where there is no xgrammar, or no vocabulary that it can read, do nothing: the request will be refused.
+        """
+        with suppress(GrammarError):
+            self._grammar(_ANY_JSON, skips_special=True)
+
     def has(self, asked: StructuredOutputs, skips_special: bool = True) -> bool:
         """Return whether ``masks`` would compile nothing."""
         return _key_of(asked, skips_special) in self._compiled
@@ -80,8 +88,8 @@ class Grammars:
                 "ignore_eos, or give stop_token_ids."
             )
         found = [self._grammar(asked, skips_special)]
-        if asked.kind == "json" and _LOOSE_KEYWORDS.search(asked.text):
-            found.append(self._grammar(_ANY_JSON, skips_special))
+        if (wider := _with_any_json(asked)) is not None:
+            found.append(self._grammar(wider, skips_special))
         masks = [GrammarMask(grammar, ends, self._vocab_size, self._encode) for grammar in found]
         if not masks[0].allows_any():
             raise GrammarError(f"structured_outputs: the {asked.kind} {asked.text!r:.80} allows no text.")
@@ -151,6 +159,29 @@ class Grammars:
 def _key_of(asked: StructuredOutputs, skips_special: bool) -> _Key:
     kind, text = ("json", _OBJECT) if asked.kind == "json_object" else (asked.kind, asked.text)
     return kind, text, not asked.disable_any_whitespace, skips_special
+
+
+def _with_any_json(asked: StructuredOutputs) -> StructuredOutputs | None:
+    """Return the same with any JSON value in place of the schemas; None if the grammars of these are JSON already."""
+    if asked.kind == "json":
+        return _ANY_JSON if _LOOSE_KEYWORDS.search(asked.text) else None
+    if asked.kind != "structural_tag":
+        return None
+    tag = json.loads(asked.text)
+    wider = _without_schemas(tag)
+    return None if wider == tag else StructuredOutputs(structural_tag=wider)
+
+
+def _without_schemas(part: Any) -> Any:
+    """Return a part of a structural tag in which schemas with loose keywords are those of any JSON value."""
+    if isinstance(part, list):
+        return [_without_schemas(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "json_schema" and part.get("style", "json") == "json":
+        is_loose = _LOOSE_KEYWORDS.search(json.dumps(part.get("json_schema")))
+        return part | {"json_schema": {}} if is_loose else part
+    return {name: _without_schemas(each) for name, each in part.items()}
 
 
 def _special_ids(tokenizer: Any) -> set[int]:

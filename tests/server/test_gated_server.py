@@ -70,11 +70,16 @@ class Served:
 def run_server(monkeypatch):
     """Return a function that runs the command, and ``use(served)`` in another thread, and returns what that returns."""
     serve_application = serve._serve
+    prepared = []
+
+    def prepare(engine):
+        prepared.append(engine)
 
     def used(served, use):
         try:
             with served.client:
                 served.wait_until(served.is_warm)
+                served.wait_until(lambda: prepared == [served.engine.engine])
                 served.gate = Gate(monkeypatch, served.engine)
                 return use(served)
         finally:
@@ -91,6 +96,7 @@ def run_server(monkeypatch):
             await serve_application(app, engine, listener, args)
 
         monkeypatch.setattr(serve, "_serve", observed)
+        monkeypatch.setattr(sd.Engine, "prepare_structured_outputs", prepare)
         pair = demo_pair()
         options = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--dtype", "float32"]
         options += ["--port", "0", "--batch-size", "4", "--shutdown-timeout", "36000"]

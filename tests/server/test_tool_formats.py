@@ -77,6 +77,8 @@ def test_calls_are_read(name, size):
 def test_the_text_of_the_last_token_is_no_content(name, size):
     end = "" if name == "openai" else "<|im_end|>"
     assert read(name, WRITERS[name](WEATHER) + end, size) == ("", [WEATHER])
+    if name == "openai":  # a request may end with a token that the format does not know
+        assert read(name, WRITERS[name](WEATHER).removesuffix("<|call|>") + "<|im_end|>", size) == ("", [WEATHER])
     content = "<|channel|>final<|message|>Hello.<|return|>" if name == "openai" else "Hello.<|im_end|>"
     assert read(name, content, size) == ("Hello.", [])
 

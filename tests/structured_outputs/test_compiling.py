@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import specdec_fast as sd
+from specdec_fast.server.tool_calls.formats import FORMATS, Tool
 from specdec_fast.structured_outputs import compiling
 from specdec_fast.structured_outputs.compiling import Grammars
 from support.slow_grammars import SLOW, stopped_process
@@ -15,6 +16,14 @@ from support.slow_grammars import SLOW, stopped_process
 pytest.importorskip("xgrammar")
 
 EOS = [1]
+BEGINNINGS = {
+    "hermes": '<tool_call>\n{"name": "write", "arguments": ',
+    "qwen3": '<tool_call>\n{"name": "write", "arguments": ',
+    "llama3_json": '{"name": "write", "parameters": ',
+    "mistral": '[TOOL_CALLS][{"name": "write", "arguments": ',
+    "mistral_args": "[TOOL_CALLS]write[ARGS]",
+    "openai": "<|channel|>commentary to=functions.write <|constrain|>json<|message|>",
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,25 @@ def test_a_grammar_is_compiled_once(grammars, monkeypatch):
     assert mask.allows_any()
 
 
+def test_what_is_prepared_is_not_waited_for(tokenizer, monkeypatch):
+    """The process runs and has the vocabulary, and the vocabulary is read."""
+    grammars = Grammars(tokenizer, 1024, EOS)
+    grammars.prepare()
+    assert [process.is_alive for process in compiling._processes._idle]
+    monkeypatch.setattr(compiling, "_Process", lambda: pytest.fail("a process was started"))
+    monkeypatch.setattr(grammars, "_read_vocabulary", lambda skips: pytest.fail("the vocabulary was read again"))
+    (mask,) = grammars.masks(asked(regex="prepared"), EOS)
+    assert mask.allows_any()
+
+
+@pytest.mark.parametrize("missing", ["xgrammar", "tokenizer"])
+def test_nothing_is_prepared_where_nothing_can_be(tokenizer, monkeypatch, missing):
+    if missing == "xgrammar":
+        monkeypatch.setitem(sys.modules, "xgrammar", None)
+    monkeypatch.setattr(compiling._processes, "answer", lambda *job: pytest.fail("something was compiled"))
+    Grammars(None if missing == "tokenizer" else tokenizer, 1024, EOS).prepare()
+
+
 def test_a_schema_with_texts_has_two_masks(grammars):
     """The second one is that of JSON: xgrammar's own grammar of a limited text lets control characters through."""
     assert len(grammars.masks(asked(json={"type": "string"}), EOS)) == 1
@@ -52,6 +80,43 @@ def test_a_schema_with_texts_has_two_masks(grammars):
     assert all(mask.advance(opened) for mask in masks)
     assert masks[0].advance(control), "xgrammar has been mended: one mask will do"
     assert not masks[1].advance(control)
+
+
+@pytest.mark.parametrize("is_free", [False, True], ids=["required", "auto"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_of_calls_have_two_masks(grammars, name, is_free):
+    schema = {"type": "object", "properties": {"note": {"type": "string", "maxLength": 9}}, "required": ["note"]}
+    tools = [Tool("look", {"type": "object"}), Tool("write", schema)]
+    element = (FORMATS[name]().free_text if is_free else FORMATS[name]().calls)(tools, 1)
+    masks = grammars.masks(asked(structural_tag={"type": "structural_tag", "format": element}), EOS)
+    assert len(masks) == 2
+    head = BEGINNINGS[name] + '{"note": "a'
+    tokenizer = grammars._tokenizer
+
+    def follows(text):
+        """Return which masks allow a text behind the beginning of a call, whose tokens all allow."""
+        found = []
+        for mask in masks:
+            tokens = tokenizer(head + text, add_special_tokens=False).input_ids
+            num_followed = 0
+            while num_followed < len(tokens) and mask.advance(tokens[num_followed]):
+                num_followed += 1
+            found.append(num_followed == len(tokens))
+            mask.rollback(num_followed)
+        return found
+
+    assert follows("b") == [True, True]
+    assert follows("\x1b") == [True, False], "xgrammar's grammar of a limited text lets control characters through"
+    assert follows("b" * 9) == [False, True]
+
+
+def test_other_structural_tags_have_one_mask(grammars):
+    """Without limits of texts xgrammar's grammar is JSON; other parts of a text are not JSON."""
+    for content in (
+        {"type": "json_schema", "json_schema": {"type": "object"}},
+        {"type": "const_string", "value": '"pattern":'},
+    ):
+        assert len(grammars.masks(asked(structural_tag={"type": "structural_tag", "format": content}), EOS)) == 1
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ class HarmonyReader:
 
     def __init__(self, format: HarmonyFormat, ends: Collection[str] = ()) -> None:
         self._format = format
+        self._ends = [end for end in ends if end]
         self._held = ""
         self._shown = 0  # characters of the present message that were returned
         self.num_calls = 0
@@ -94,6 +95,8 @@ class HarmonyReader:
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[ToolCall]]:
         """Add the next text; return the content and the calls that are certain now."""
         self._held += text
+        if is_last:
+            self._held = _without_end(self._held, self._ends)
         content = ""
         calls: list[ToolCall] = []
         while self._held:
