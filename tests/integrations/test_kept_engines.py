@@ -45,8 +45,8 @@ def assign_state(model):
     model.load_state_dict(state, assign=True)
 
 
-def exchange_layer(model):
-    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+def exchange_module(model):
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[1].mlp)
     model.model.layers[1].mlp.up_proj.weight.data.mul_(3)
 
 
@@ -54,7 +54,7 @@ def tie(model):
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("change", [replace_data, replace_parameters, assign_state, exchange_layer, tie])
+@pytest.mark.parametrize("change", [replace_data, replace_parameters, assign_state, exchange_module, tie])
 def test_swapped_tensors_are_never_decoded_with_the_old_ones(change):
     model = tiny_model("llama")
     before = decoded(model)
@@ -74,7 +74,7 @@ def test_updates_in_place_take_effect(architecture):
     first = engine_of(model)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.25)
+            parameter.mul_(1.25).add_(0.01)
     expected = model.generate(**BATCH, **LIMIT).tolist()
     assert expected != before
     assert decoded(model) == expected
@@ -120,9 +120,11 @@ def test_models_that_pytorch_runs_are_watched_too():
     decoded(model, engine_config=config)
     first = engine_of(model)
     assert not first.target.has_program
-    model.double()
-    assert decoded(model, engine_config=config) == model.generate(**BATCH, **LIMIT).tolist()
+    model.to(torch.bfloat16)
+    found = decoded(model, engine_config=config)
     assert engine_of(model) is not first
+    alone = sd.Engine(model, None, config).generate([[41, 4]], sd.SamplingParams(max_new_tokens=12))[0]
+    assert found[1][5:] == alone.token_ids  # in 16 bits, `generate` emits other tokens in other batches
 
 
 class TestTheEngine:
@@ -147,7 +149,7 @@ class TestTheEngine:
 
     def test_is_freed_with_its_model(self):
         model = tiny_model("llama")
-        decoded(model)
+        decoded(model, engine_config=sd.EngineConfig(enforce_eager=True))  # tests keep what programs are recorded of
         alive = weakref.ref(model), weakref.ref(engine_of(model))
         del model
         gc.collect()

@@ -32,8 +32,10 @@ class _Kept:
     watches: list[Watch]
     copied: Numbers | None  # of weights of which the drafter has rounded copies; None if it has none
 
-    def serves(self, draft: Any, config: EngineConfig, num_rows: int) -> bool:
+    def serves(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> bool:
         """Return whether it is what a call asks for, and its models are as they were."""
+        if self.engine.target.model is not model:  # a shallow copy of the model has its place
+            return False
         is_asked_for = draft is self.draft or (isinstance(draft, str) and draft == self.draft)
         if not is_asked_for or not _are_same(config, self.config) or num_rows > self.engine.config.max_batch_size:
             return False
@@ -94,7 +96,7 @@ class KeptEngine:
 
     def _engine(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> tuple[Engine, bool]:
         with self._lock:
-            if self._kept is not None and self._kept.serves(draft, config, num_rows):
+            if self._kept is not None and self._kept.serves(model, draft, config, num_rows):
                 return self._kept.engine, False
             self._kept = None  # frees its memory, unless another thread is decoding
             engine = Engine(model, draft, replace(config, max_batch_size=num_rows, device=model.device))
