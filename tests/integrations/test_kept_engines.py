@@ -133,6 +133,19 @@ def test_models_that_pytorch_runs_are_watched_too():
     assert found[1][5:] == alone.token_ids  # in 16 bits, `generate` emits other tokens in other batches
 
 
+def test_models_with_hooks_keep_their_engine():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 0.5)
+    expected = model.generate(**BATCH, **LIMIT).tolist()
+    assert decoded(model) == expected
+    first = engine_of(model)
+    assert decoded(model) == expected
+    assert engine_of(model) is first
+    replace_data(model)
+    assert decoded(model) == model.generate(**BATCH, **LIMIT).tolist() != expected
+    assert engine_of(model) is not first
+
+
 class TestTheEngine:
     def test_is_kept_for_the_same_call(self):
         model = tiny_model("llama")

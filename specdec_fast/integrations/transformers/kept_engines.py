@@ -30,6 +30,7 @@ class _Kept:
     draft: Any
     config: EngineConfig  # that was asked for, but for ``max_batch_size``
     watches: list[Watch]
+    states: list[str | None]  # what each watch said then: a model may have hooks, with which PyTorch runs it
     copied: Numbers | None  # of weights of which the drafter has rounded copies; None if it has none
 
     def serves(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> bool:
@@ -39,7 +40,7 @@ class _Kept:
         is_asked_for = draft is self.draft or (isinstance(draft, str) and draft == self.draft)
         if not is_asked_for or not _are_same(config, self.config) or num_rows > self.engine.config.max_batch_size:
             return False
-        if any(watch.change() is not None for watch in self.watches):
+        if [watch.change() for watch in self.watches] != self.states:
             return False
         return self.copied is None or self.copied == Numbers(self.engine.target.model.parameters())
 
@@ -103,7 +104,8 @@ class KeptEngine:
             modules = [model, draft] if isinstance(draft, nn.Module) else [model]
             has_copies = isinstance(draft, str) and draft.partition(":")[0] == "self"
             copied = Numbers(model.parameters()) if has_copies else None
-            self._kept = _Kept(engine, draft, config, [Watch(module, ()) for module in modules], copied)
+            watches = [Watch(module, ()) for module in modules]
+            self._kept = _Kept(engine, draft, config, watches, [watch.change() for watch in watches], copied)
             return engine, True
 
     def _forget(self, engine: Engine) -> None:
