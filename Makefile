@@ -114,7 +114,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-test-rest: $(VENV)/.installed-test
-	$(PIP) --editable '.[ray]'
+	$(PIP) --editable '.[ray,eval]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test

@@ -92,8 +92,6 @@ class Watch:
 
     def change(self) -> str | None:
         """Describe a change that the program or the graphs would not see; None if there is none."""
-        if any(self._hooks):
-            return "forward hooks have been added to it, which would not be called"
         for place, values in self._places:
             if len(place) != len(values) or not all(map(is_, place.values(), values)):
                 return "its weights, buffers or modules have been replaced"
@@ -104,6 +102,8 @@ class Watch:
         changed = any(not torch.equal(tensor, copy) for tensor, copy in self._copies)
         if changed or any(tensor._version != version for tensor, version in self._versions):
             return "weights whose numbers the program copied (scalars, or sums like 1 + w) have been changed in place"
+        if any(self._hooks):  # last, so that other changes of a model with hooks, which has no program, are noticed
+            return "forward hooks have been added to it, which would not be called"
         return None
 
 

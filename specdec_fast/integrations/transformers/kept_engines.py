@@ -30,14 +30,17 @@ class _Kept:
     draft: Any
     config: EngineConfig  # that was asked for, but for ``max_batch_size``
     watches: list[Watch]
+    states: list[str | None]  # what each watch said then: a model may have hooks, with which PyTorch runs it
     copied: Numbers | None  # of weights of which the drafter has rounded copies; None if it has none
 
-    def serves(self, draft: Any, config: EngineConfig, num_rows: int) -> bool:
+    def serves(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> bool:
         """Return whether it is what a call asks for, and its models are as they were."""
+        if self.engine.target.model is not model:  # a shallow copy of the model has its place
+            return False
         is_asked_for = draft is self.draft or (isinstance(draft, str) and draft == self.draft)
         if not is_asked_for or not _are_same(config, self.config) or num_rows > self.engine.config.max_batch_size:
             return False
-        if any(watch.change() is not None for watch in self.watches):
+        if [watch.change() for watch in self.watches] != self.states:
             return False
         return self.copied is None or self.copied == Numbers(self.engine.target.model.parameters())
 
@@ -94,14 +97,15 @@ class KeptEngine:
 
     def _engine(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> tuple[Engine, bool]:
         with self._lock:
-            if self._kept is not None and self._kept.serves(draft, config, num_rows):
+            if self._kept is not None and self._kept.serves(model, draft, config, num_rows):
                 return self._kept.engine, False
             self._kept = None  # frees its memory, unless another thread is decoding
             engine = Engine(model, draft, replace(config, max_batch_size=num_rows, device=model.device))
             modules = [model, draft] if isinstance(draft, nn.Module) else [model]
             has_copies = isinstance(draft, str) and draft.partition(":")[0] == "self"
             copied = Numbers(model.parameters()) if has_copies else None
-            self._kept = _Kept(engine, draft, config, [Watch(module, ()) for module in modules], copied)
+            watches = [Watch(module, ()) for module in modules]
+            self._kept = _Kept(engine, draft, config, watches, [watch.change() for watch in watches], copied)
             return engine, True
 
     def _forget(self, engine: Engine) -> None:
