@@ -168,8 +168,8 @@ IDS = torch.arange(6, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (None, "not texts that SuffixDrafter.save wrote"),
-        ({"token_ids": IDS}, "not texts that SuffixDrafter.save wrote"),
+        (None, r"not texts that SuffixDrafter\.save wrote"),
+        ({"token_ids": IDS}, r"not texts that SuffixDrafter\.save wrote"),
         ({"token_ids": IDS, "lengths": torch.tensor([3, 4])}, "its lengths do not divide its token_ids"),
         ({"token_ids": IDS, "lengths": torch.tensor([7, -1])}, "its lengths do not divide its token_ids"),
         ({"token_ids": IDS.float(), "lengths": torch.tensor([6])}, "its lengths do not divide its token_ids"),
@@ -188,7 +188,7 @@ def test_a_file_of_other_content_is_refused(target, tmp_path, tensors, message):
 
 
 def test_settings_that_it_cannot_follow_are_refused(target, tmp_path):
-    with pytest.raises(sd.ConfigError, match="not texts that SuffixDrafter.save wrote"):
+    with pytest.raises(sd.ConfigError, match=r"not texts that SuffixDrafter\.save wrote"):
         sd.Engine(target, f"suffix:{tmp_path / 'none'}")
     with pytest.raises(sd.ConfigError, match="takes a number of nodes"):
         sd.Engine(target, "suffix", draft_tree=((0,), (1,)))
