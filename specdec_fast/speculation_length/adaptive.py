@@ -1,49 +1,83 @@
-"""One K for the sequences of a step, chosen every few steps from measured costs and measured acceptance."""
+"""One K for the sequences of a step: the one that won the last race of measured tokens per second."""
 
 from __future__ import annotations
 
-from sys import maxsize
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
 
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObservation
+from specdec_fast.speculation_length.race import Race
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
-# A choice holds for 4 to 32 steps, as long as what is accepted is within 1.5 standard deviations of what was expected:
-# it takes about a tenth of a millisecond, a third of a short step.
-_STEPS = 32
-_LEAST_STEPS = 4
-_SURPRISE = 1.5
-_KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
-# draft tokens of an exploration after one that was accepted whole, and the most of an engine's first drafts
-_EXPLORATION_K = 3
-_EXPLORATION_SHARE = 0.01  # of the time of plain steps that explorations may lose
-_EXPLORATION_KEEPS = 0.9  # share of their weight that earlier counts keep after an exploration
-# Least expected speed of drafting over plain decoding: to begin (the draft model must prefill), and to go on (estimates
-# vary).
-_LEAST_GAIN = 1.02
-_LEAST_KEPT_GAIN = 0.98
-# Drafting steps after which a few plain ones show what they take, or the other way round: the first time, and later.
-_FIRST_OTHER = 16
-_OTHER_EVERY = 512
-_LEAST_TRIED_GAIN = 2 / 3  # of steps of a K that was never timed, over plain decoding: they may be faster than expected
+_BUDGET = 0.01  # of the time that races and probes may lose
+_BETTER = 1.02  # expected speed of another K over the holder's, from which on the two race without plain decoding
+_MARGIN = 1.01  # by which drafting must be faster than plain decoding
+_SKIPPED = 1  # first steps of a block: caches are cold, and a draft model computes the tokens of the blocks before
+_BLOCK = 4  # steps of a block that count
+_HOLD = 64  # steps of single sequences after which a holder is looked at
+_LEAST_HOLD = 16  # steps, likewise
+_PROBE_STEPS = 4
+_PROBE_K = 3
+_HOPELESS = 0.8  # speed that the model expects over that of plain decoding, at which a probe ends early
+_PROMISING = 0.95  # the same, from which on a race begins at once
+_MOST_LOST = 0.4  # of a probe's time that is believed to be lost: a machine that was busy seems to lose more
+_PROBE_KEEPS = 0.5  # of the weight of what was accepted before
+_SHORTEST, _LONGEST = 1e-9, 1e6  # seconds of a step that are believed
+
+
+class _Block(NamedTuple):
+    """Steps of one arm."""
+
+    arm: int
+    num_steps: int
+    num_drafting: int = 0  # sequences that are drafted for; 0: all
+    is_race: bool = False
+
+
+class _Size:
+    """Batches of one power of two of sequences: what is known of them, and the block that is decoded.
+
+    Attributes:
+        holder: the arm that won the last race.
+        beaten: an arm that the holder beat in that race.
+        gain: its speed over that of plain decoding then.
+        tokens: those that it emitted then, per step and sequence.
+        plain_seconds: of a step without drafts; 0.0 if unknown.
+        credit: seconds that races may lose.
+        since: seconds since the last race.
+        extra_each: seconds that each drafted token adds to those profiled.
+        steps: of the block: sequences, tokens, seconds.
+    """
+
+    def __init__(self) -> None:
+        self.holder = self.beaten = self.num_races = 0
+        self.gain = self.tokens = 1.0
+        self.plain_seconds = self.credit = self.since = self.extra_each = 0.0
+        self.block = _Block(0, 0)
+        self.left = 0
+        self.steps: list[tuple[int, int, float]] = []
+        self.course: Iterator[_Block] = iter(())
 
 
 class AdaptiveLength(LengthPolicy):
-    """Gives all sequences the K that maximises the expected tokens per second of a step, 0 where no K pays.
+    """Gives all sequences the K that was the fastest in a race of a few, 0 where drafting does not pay.
 
-    Tokens over seconds is the "goodput" by which SmartSpec chooses lengths (Liu et al., arXiv 2406.14066). While no K
-    pays, one sequence is drafted for now and then (an exploration), because only drafting shows acceptance. If steps
-    that draft for all were never timed and may pay, a few are (a trial), because the profile may be wrong.
+    Batches of each power of two of sequences have races of their own, between the *arms* plain decoding, the K that a
+    model of costs and acceptance names, and another one. Only measured tokens and seconds decide. The winner is held
+    until a hundredth of the time since has paid for what races lost, or until it emits so few tokens that plain
+    decoding would be faster. While plain decoding is held, *probes*, which draft for few sequences, keep the estimate
+    of acceptance up to date, and a race begins when the model expects drafting to pay.
 
-    With a drafter of trees it chooses between as many nodes as tokens of a chain, larger trees, and nothing. A tree of
-    depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the nodes of trees have scores, or the
-    tokens of a drafter of chains, it verifies those of a batch that are worth their rows (``verify_budget.py``).
+    With a drafter of trees, a tree of depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the
+    nodes of trees have scores, or the tokens of a drafter of chains, it verifies those of a batch that are worth their
+    rows (``verify_budget.py``).
 
     Attributes:
         max_draft_tokens: the largest K that it may choose.
-        num_choices: made so far.
         may_branch: whether trees of the next step may have more nodes than a chain has tokens.
     """
 
@@ -51,227 +85,209 @@ class AdaptiveLength(LengthPolicy):
 
     def __init__(self, max_draft_tokens: int = max_draft_tokens) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self.num_choices = 0
-        self._costs = StepCosts({1: 1e-3}, None)  # until ``prepare``
-        self._acceptance = self._of_chains = Acceptance(self.max_draft_tokens)
-        self._of_trees: Acceptance | None = None
-        self._scores_chains = False  # whether the drafter has chains alone, with scores
-        self._budget = VerifyBudget(self._costs)
         self.may_branch = False
-        self._k = self._num_drafting = 0  # the choice: K, and how many sequences get it
-        self._depth = self._size = 0
-        self._steps_left = self._steps_more = 0  # for which the choice holds; may hold besides
-        self._is_asynchronous = self._is_exploring = self._is_trying = False
-        self._exploration_k = 1
-        self._exploration_budget = 0.0  # seconds; negative until plain steps have paid for the last exploration
-        self._num_drafted = self._num_plain = 0  # since the last plain step; since the last trial
-        self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
-        self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
-        # Since the last choice: drafts by tokens asked for, proposed and accepted; of usual steps, the ratio of the
-        # seconds of forwards to those profiled, and the other seconds.
-        self._drafts: dict[tuple[int, int, int], int] = {}
-        self._times: list[tuple[float, float]] = []
+        self._costs = StepCosts({1: 1e-3}, None, max_draft_tokens)  # until ``prepare``
+        self._acceptance = [Acceptance(max_draft_tokens)]  # of chains; of trees, if there are any
+        self._scores_chains = False
+        self._budget = VerifyBudget(self._costs)
+        self._sizes: dict[int, _Size] = {}  # by power of two
+        self._power = -1
+        self._size = _Size()
+        self._depth = 0
+        self._batch: list[Sequence] = []
 
     def prepare(self, profiler: Profiler) -> None:
-        self._is_asynchronous = profiler.is_asynchronous
         self._costs = StepCosts.measured(profiler, self.max_draft_tokens)
         self._budget = VerifyBudget(self._costs)
-        self._of_trees = Acceptance(self.max_draft_tokens) if profiler.max_nodes > self.max_draft_tokens else None
+        num_kinds = 2 if profiler.max_nodes > self.max_draft_tokens else 1
+        self._acceptance = [Acceptance(self.max_draft_tokens) for _ in range(num_kinds)]
         self._scores_chains = profiler.scores_chains
 
     def limits(self, batch: list[Sequence]) -> list[int]:
-        """One that joins between two choices gets the K of the others."""
-        if not self._holds() or len(batch).bit_length() != self._size.bit_length():
-            self._end_round()
-            self._choose(batch)
-        self._steps_left -= 1
-        if not self._k:
-            return [0] * len(batch)
+        size = self._size
+        if len(batch).bit_length() != self._power:
+            size = self._enter(len(batch).bit_length())
+        if size.left <= 0:
+            self._begin_block(size, batch)
+        size.left -= 1
         k = self._depth
+        if not k:
+            return [0] * len(batch)
         limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
-        pending = self._pending(batch)
-        if self._num_drafting < len(batch):  # those that cost the least to draft for
-            order = sorted(range(len(batch)), key=pending.__getitem__)
-            for i in order[self._num_drafting :]:
-                limits[i] = pending[i] = 0
-        self._is_catching_up = any(pending)
+        if size.block.num_drafting:
+            order = sorted(range(len(batch)), key=lambda i: batch[i].length)  # the least for a drafter to compute
+            for i in order[size.block.num_drafting :]:
+                limits[i] = 0
         return limits
 
-    def _holds(self) -> bool:
-        if self._steps_left <= 0 < self._steps_more and self._acceptance.surprise(self._drafts)[0] <= _SURPRISE:
-            self._steps_left = _LEAST_STEPS
-            self._steps_more -= _LEAST_STEPS
-        return self._steps_left > 0
-
-    def forget(self, sequence: Sequence) -> None:
-        self._drafted.pop(sequence, None)
-
     def least_score(self, scores: list[list[float]]) -> float:
-        has_budget = self._has_budget and not self._is_exploring
-        return self._budget.least_score(scores, self._k) if has_budget else float("-inf")
+        block = self._size.block
+        has_budget = (self.may_branch or self._scores_chains) and not block.num_drafting
+        return self._budget.least_score(scores, block.arm) if has_budget else float("-inf")
 
     def observe(self, step: StepObservation) -> None:
-        k = self._k
-        profiled = self._costs.profile(len(step.batch))[self._k]
-        seconds = step.draft_seconds + step.verify_seconds
-        other = step.other_seconds
-        if self._is_asynchronous:
-            seconds = seconds + other
-            other = 0.0
-        if not k:
-            self._num_plain += 1
-            self._exploration_budget = min(0.0, self._exploration_budget + _EXPLORATION_SHARE * (seconds + other))
-        elif self.may_branch and not step.may_branch:
-            return  # chains, because memory or KV pages were short: they say nothing of trees
-        else:
-            self._num_drafted += 1
-            is_usual = self._keep_drafts(step)
-            if self._has_budget and step.scores is not None and step.accepted_nodes is not None:
-                self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
-                rows = len(step.batch) + sum(map(len, step.scores))
-                profiled = self._costs.profiled(len(step.batch), k, rows)
-            if self._is_exploring or self._is_trying:
-                self._pay(step, seconds + other)
-            if not is_usual:
-                return
-        self._times.append((seconds / profiled, other))
+        num = len(step.batch)
+        block = self._size.block
+        seconds = step.draft_seconds + step.verify_seconds + step.other_seconds
+        tokens = sum(step.num_accepted) + num
+        is_valid = _SHORTEST < seconds < _LONGEST and 0 < tokens <= num * (self.max_draft_tokens + 1)
+        if not is_valid or (self.may_branch and not step.may_branch):
+            return  # chains because memory or KV pages were short say nothing of trees
+        if block.arm:
+            if block.is_race or block.num_drafting or self._size.left % 8 == 0:
+                self._acceptance[self.may_branch].add(zip(step.limits, step.num_accepted, strict=True))
+            if not block.num_drafting and step.scores is not None and step.accepted_nodes is not None:
+                self._budget.observe(block.arm, step.scores, step.accepted_nodes, seconds)
+        self._size.steps.append((num, tokens, seconds))
 
-    def _keep_drafts(self, step: StepObservation) -> bool:
-        """Keep what was accepted; return whether the seconds of the step are those of steps with its K."""
-        drafts = self._drafts
-        num = 0
-        counts = zip(step.batch, step.limits, step.num_draft_tokens, step.num_accepted, strict=True)
-        for sequence, limit, proposed, accepted in counts:
-            if limit:
-                self._drafted[sequence] = sequence.length
-                num += limit
-            draft = limit, proposed, accepted
-            drafts[draft] = drafts.get(draft, 0) + 1
-        return not self._is_catching_up and not self._is_exploring and num == self._depth * len(step.batch)
+    def _enter(self, power: int) -> _Size:
+        """Go on with batches of another size."""
+        size = self._size = self._sizes.setdefault(power, _Size())
+        self._power = power
+        if size.block.is_race:  # from the start, with caches that are cold
+            size.left = size.block.num_steps
+            size.steps = []
+        self._set_arm(size)
+        return size
 
-    def _pay(self, step: StepObservation, seconds: float) -> None:
-        """Take what the step took longer than plain steps, which emit as many tokens, from the time of explorations."""
-        size = len(step.batch)
-        plain_seconds = self._costs.seconds(size)[0] * (1 + sum(step.num_accepted) / size)
-        self._exploration_budget = min(0.0, self._exploration_budget - (seconds - plain_seconds))
+    def _begin_block(self, size: _Size, batch: list[Sequence]) -> None:
+        self._batch = batch
+        block = next(size.course, None)
+        if block is None:  # at first, or if an exception ended it
+            size.course = self._course(size)
+            block = next(size.course)
+        self._batch = []
+        size.block = block
+        size.left = block.num_steps
+        size.steps = []
+        self._set_arm(size)
 
-    @property
-    def _has_budget(self) -> bool:
-        """Whether some of this step's draft tokens may be left out of the verification."""
-        return self.may_branch or self._scores_chains
+    def _set_arm(self, size: _Size) -> None:
+        self._depth = self._costs.depth(size.block.arm)
+        self.may_branch = size.block.arm > self.max_draft_tokens
 
-    def _end_round(self) -> None:
-        # The median ratio: now and then a step waits for another process. The first steps after a change of K find the
-        # caches cold and would make what is used rarely look slow.
-        if len(self._times) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
-            ratio, other = sorted(self._times)[len(self._times) // 2]
-            self._costs.observe(self._size, self._k, ratio, other)
-        if self._has_budget:
-            self._budget.end_round()
-        if self._is_exploring:
-            self._learn_from_exploration()
-        if self._drafts:
-            self._acceptance.add(self._drafts)
-        self._drafts = {}
-        self._times = []
+    def _course(self, size: _Size) -> Iterator[_Block]:
+        """Yield block after block; the steps of one are known when the next is asked for."""
+        while True:
+            if size.credit >= 0 and (size.holder or (yield from self._probe(size))):
+                yield from self._race(size, self._arms(size))
+            elif size.holder and (better := self._better(size)):
+                yield from self._race(size, sorted([better, size.holder], reverse=True))
+            yield _Block(size.holder, max(_LEAST_HOLD, _HOLD // max(1, len(self._batch))))
+            self._look(size)
 
-    def _learn_from_exploration(self) -> None:
-        """Weigh the past by how probable it made what the exploration shows."""
-        tokens = self._of_chains.expected_tokens()
-        probability = tokens[self._exploration_k] - tokens[self._exploration_k - 1]
-        if any(accepted == self._exploration_k for _, _, accepted in self._drafts):
-            self._of_chains.fade(min(_EXPLORATION_KEEPS, probability))
-            self._exploration_k = min(_EXPLORATION_K, self.max_draft_tokens)
-        else:
-            self._of_chains.fade(_EXPLORATION_KEEPS)
-            self._exploration_k = 1
+    def _look(self, size: _Size) -> None:
+        """Learn from a block of the holder."""
+        seconds = sum(step[2] for step in size.steps)
+        tokens = sum(step[1] / step[0] for step in size.steps)
+        size.credit += _BUDGET * seconds
+        size.since += seconds
+        if not size.steps:
+            return
+        if not size.holder:
+            size.plain_seconds = median(step[2] for step in size.steps)
+        elif size.gain * tokens / len(size.steps) < size.tokens:
+            # If only tokens changed since the race, plain decoding is faster now.
+            size.credit = max(size.credit, 0.0)
 
-    def _choose(self, batch: list[Sequence]) -> None:
-        self.num_choices += 1
-        size = len(batch)
-        was_plain = not self._k or self._is_exploring or self._is_trying
-        tokens = self._of_chains.expected_tokens()
-        if self._of_trees is not None:
-            tokens += self._of_trees.expected_tokens()[1:]
-        speeds = self._speeds(batch, tokens)
-        k = best = max(range(1, len(speeds)), key=speeds.__getitem__)
-        gain = speeds[k] / speeds[0]
-        if gain < (_LEAST_GAIN if was_plain else _LEAST_KEPT_GAIN):
-            k = 0
-        self.may_branch = k > self.max_draft_tokens
-        self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
-        num_tried = int(self._acceptance.num_tried)
-        self._k = k
-        self._num_drafting = maxsize
-        self._size = size
-        self._steps_left = _STEPS
-        self._steps_more = 0
-        self._is_exploring = self._is_trying = False
-        if not k:
-            self._num_drafted = 0
-            if self._may_try(best, gain):
-                self._k = best
-                self._steps_left = _LEAST_STEPS
-                self._is_trying = True
-                self._num_plain = 0
-            elif self._may_explore(batch, speeds[0]):
-                self._k = self._exploration_k
-                self._num_drafting = 1
-                self._steps_left = 1
-                self._is_exploring = True
-        elif self._wants_plain_steps(batch, gain):
-            self._k = 0
-            self._steps_left = _LEAST_STEPS
-            self._num_drafted = 0
-        elif num_tried < _KNOWN:
-            depth = self._costs.depth(k)
-            self._k = k - depth + min(depth, max(_EXPLORATION_K, num_tried))
-            self._steps_left = 1
-            self._num_drafting = max(1, size // 8, num_tried)
-        else:
-            self._steps_left = _LEAST_STEPS
-            self._steps_more = _STEPS - _LEAST_STEPS
-        self._depth = self._costs.depth(self._k)
+    def _probe(self, size: _Size) -> Iterator[_Block]:
+        """Draft for few sequences; return whether a race may pay."""
+        self._acceptance[0].fade(_PROBE_KEEPS)
+        num = max(2, len(self._batch) // 8)
+        seconds = tokens = 0.0
+        for number in range(_PROBE_STEPS):
+            speeds = self._speeds(size)
+            if number and max(speeds[1:]) < _HOPELESS * speeds[0]:
+                break
+            k = max(range(1, min(_PROBE_K, self.max_draft_tokens) + 1), key=speeds.__getitem__)
+            yield _Block(k, 1, num)
+            seconds += sum(step[2] for step in size.steps)
+            tokens += sum(step[1] / step[0] for step in size.steps)
+        speeds = self._speeds(size)
+        lost = min(seconds - tokens / speeds[0], _MOST_LOST * seconds + self._catch_up(num))
+        size.credit = min(size.credit, 0.0) - lost
+        best = max(speeds[1:])
+        loss = (speeds[0] / best - 1) * (_SKIPPED + _BLOCK) / speeds[0] + self._catch_up()
+        return best >= _PROMISING * speeds[0] or _BUDGET * size.since >= loss
 
-    def _may_explore(self, batch: list[Sequence], plain_speed: float) -> bool:
-        """Return whether an exploration has been paid for, and drafting would pay if every token were accepted."""
-        num_choices = self.max_draft_tokens * (1 if self._of_trees is None else 2) + 1
-        all_accepted = [self._costs.depth(k) + 1.0 for k in range(num_choices)]
-        return self._exploration_budget >= 0 and max(self._speeds(batch, all_accepted)) > plain_speed
+    def _better(self, size: _Size) -> int:
+        """Return the K that should be faster than the holder by the model; 0 if it lost the last such race."""
+        speeds = self._speeds(size)
+        best = max(range(1, len(speeds)), key=speeds.__getitem__)
+        return best if best != size.beaten and speeds[best] > _BETTER * speeds[size.holder] else 0
 
-    def _may_try(self, k: int, gain: float) -> bool:
-        """Return whether steps of this K, which were never timed, may pay, and their time is paid for."""
-        is_paid = self._exploration_budget >= 0 and self._num_plain > _OTHER_EVERY
-        is_known = k > self.max_draft_tokens or self._costs.is_observed(self._size, k)
-        return is_paid and not is_known and gain > _LEAST_TRIED_GAIN
+    def _race(self, size: _Size, arms: list[int]) -> Iterator[_Block]:
+        """Race a few K, and hold the winner."""
+        race = Race(arms, self._prefill())
+        size.num_races += 1
+        catch_up = 0.0 if size.holder else self._catch_up()
+        goes_on = True
+        while goes_on:
+            for arm in race.arms[:: (-1) ** race.num_rounds]:  # back and forth: fewer changes
+                yield _Block(arm, _SKIPPED + _BLOCK, is_race=True)
+                race.add_block(arm, size.steps[_SKIPPED:])
+            goes_on = race.end_round()
+        speeds = race.speeds()
+        best = max(speeds, key=speeds.__getitem__)
+        all_speeds = speeds | {arm: ratio * speeds[best] for arm, ratio in race.behind.items()}
+        gain = size.gain * race.tokens(size.holder) / size.tokens  # of the holder now
+        plain = all_speeds[0] if 0 in all_speeds else all_speeds[size.holder] / gain if gain else 0.0
+        drafting = best or max(all_speeds)
+        if speeds[best] < _MARGIN * plain or not speeds[best]:
+            best = 0
+        size.beaten = max((arm for arm in all_speeds if arm not in (best, size.holder)), default=0)
+        size.credit = min(size.credit, 0.0) - (_SKIPPED + _BLOCK) * race.lost() - catch_up
+        size.since = 0.0
+        size.holder = best
+        size.gain = all_speeds[best] / plain if best and plain else 1.0
+        size.tokens = race.tokens(best) if best else 1.0
+        size.plain_seconds = race.seconds(0) or size.plain_seconds
+        if (took := race.seconds(drafting)) and size.plain_seconds:
+            size.extra_each = 0.0
+            expected = self._seconds(size)[drafting]
+            size.extra_each = (took - expected) / self._costs.depth(drafting)
 
-    def _wants_plain_steps(self, batch: list[Sequence], gain: float) -> bool:
-        """Return whether to decode plainly for a few steps, because plain decoding may cost less than it was timed."""
-        is_known = self._costs.is_observed(self._size, 0) and gain >= 1
-        every = _OTHER_EVERY if is_known else _FIRST_OTHER
-        is_ending = 2 * sum(s.num_remaining for s in batch) < sum(s.max_length - s.prompt_length for s in batch)
-        return self._num_drafted > every and not is_ending
+    def _arms(self, size: _Size) -> list[int]:
+        """Return the K that race: the model's, plain decoding, and another."""
+        most = self.max_draft_tokens
+        speeds = self._speeds(size)
+        best = max(range(1, len(speeds)), key=speeds.__getitem__)
+        chain = max(range(1, most + 1), key=speeds.__getitem__)
+        arms = {0, best, chain}
+        holder = size.holder
+        if holder:
+            arms.add(holder)
+            if best == holder and holder <= most:
+                change = max(1, holder // 3) * (-1) ** size.num_races
+                arms.add(min(most, holder + change or 2))
+        return sorted(arms, reverse=True)
 
-    def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
-        """Return the tokens per second of a sequence, by K, of which each step emits ``tokens``."""
-        # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts.
-        prefill = self._prefill_seconds(batch)
-        seconds = self._costs.seconds(len(batch))
+    def _seconds(self, size: _Size) -> list[float]:
+        """Return the seconds that steps are expected to take, by K."""
+        profile = self._costs.profile(len(self._batch))
+        plain = size.plain_seconds or profile[0]
+        scale = min(1.0, plain / profile[0])  # the machine was busy
+        extra = max(0.0, plain - profile[0])
+        return [
+            max(plain / 2, scale * each + extra + size.extra_each * self._costs.depth(k)) if k else plain
+            for k, each in enumerate(profile)
+        ]
+
+    def _speeds(self, size: _Size) -> list[float]:
+        """Return the tokens per second of a sequence that the model expects, by K."""
+        tokens = self._acceptance[0].expected_tokens()
+        for trees in self._acceptance[1:]:
+            tokens += trees.expected_tokens()[1:]
+        seconds = self._seconds(size)
+        prefill = self._prefill()
         speeds = [emitted / (each + prefill * emitted) for emitted, each in zip(tokens, seconds, strict=True)]
         speeds[0] = 1 / seconds[0]
         return speeds
 
-    def _prefill_seconds(self, batch: list[Sequence]) -> float:
-        """Return the seconds in which the drafter computes prompts, per token that each sequence has yet to emit.
+    def _prefill(self) -> float:
+        """Return the seconds in which the drafter computes prompts, per token that a sequence is to emit."""
+        return self._costs.catch_up * sum(s.prompt_length / (s.max_length - s.prompt_length) for s in self._batch)
 
-        A sequence that was drafted for counts as it did at its start, and so will the one that takes its place. What it
-        emitted in plain steps since is computed besides.
-        """
-        known = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s in self._drafted)
-        pending = sum(self._pending(batch)) * len(batch) / sum(s.num_remaining for s in batch)
-        return self._costs.catch_up * (known + pending)
-
-    def _pending(self, batch: list[Sequence]) -> list[int]:
-        """Return the tokens that the drafter has yet to compute, besides those that the last step emitted."""
-        drafted = self._drafted
-        return [sequence.length - drafted.get(sequence, 0) for sequence in batch]
+    def _catch_up(self, num: int | None = None) -> float:
+        """Return the seconds in which the drafter computes the ``num`` shortest sequences, or all."""
+        return self._costs.catch_up * sum(sorted(s.length for s in self._batch)[:num])
