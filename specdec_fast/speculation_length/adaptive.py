@@ -26,7 +26,7 @@ class _Size:
     """Batches of one power of two of sequences: what is known of them, and the block of steps that is decoded."""
 
     holder: int = 0  # the K that won the last race
-    beaten: set[int] = field(default_factory=set)  # the K that lost it, or races since that the model asked for
+    is_final: bool = False  # whether a better K, if the model named one, has raced with it
     gain: float = 1.0  # the winner's speed over that of plain decoding
     tokens: float = 1.0  # that the winner emitted per step and sequence
     plain_seconds: float = 0.0  # of a step without drafts; 0.0 if unknown
@@ -129,9 +129,11 @@ class AdaptiveLength(LengthPolicy):
         """Yield the lengths of blocks of ``size.arm``; what a block did is known when the next is begun."""
         while True:
             if size.credit >= 0:
-                size.beaten = set()
+                size.is_final = False
                 yield from self._race(size, self._arms(size))
-            elif size.holder and (best := self._best(size)) not in size.beaten:
+            elif size.holder and not size.is_final:
+                size.is_final = True
+                best = self._best(size)
                 speeds = self._speeds(size)
                 if speeds[best] > _BETTER * speeds[size.holder]:
                     yield from self._race(size, sorted([best, size.holder], reverse=True))
@@ -164,7 +166,6 @@ class AdaptiveLength(LengthPolicy):
             size.gain = speeds[best] / plain
         elif before := speeds.get(size.holder):
             size.gain *= race.tokens(size.holder) / size.tokens * speeds[best] / before
-        size.beaten |= speeds.keys() - {best}
         size.plain_seconds = race.seconds(0) or size.plain_seconds
         size.holder = best
         size.tokens = race.tokens(best) or 1.0
