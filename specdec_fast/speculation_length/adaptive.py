@@ -14,10 +14,12 @@ from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
 _BUDGET = 0.01  # of the time that races may lose
-_BLOCK, _BLOCK_STEPS = 4, 16  # steps of a race's block that count: so many, or of so many single sequences
+_BLOCK, _BLOCK_STEPS = 4, 16  # steps of a race's block that count: so many, or of so many single sequences,
+_SHORT_ROUNDS = 2  # in so many rounds; twice as many in the others
 _HOLD, _HOLD_STEPS = 16, 64  # likewise, after which a holder is looked at
 _INHERITED = 64  # steps for which a smaller batch keeps the K of a larger one before it races
-_BETTER = 1.03  # expected speed of another K over the holder's, from which on the two race without plain decoding
+_BETTER = 1.03  # expected speed of another K over the holder's, from which on the two race without plain decoding,
+_RIVALS = 2  # so many times
 _SHORTEST, _LONGEST = 1e-9, 1e6  # seconds of a step that are believed
 
 
@@ -25,8 +27,8 @@ _SHORTEST, _LONGEST = 1e-9, 1e6  # seconds of a step that are believed
 class _Size:
     """Batches of one power of two of sequences: what is known of them, and the block of steps that is decoded."""
 
-    holder: int = 0  # the K that won the last race
-    is_final: bool = False  # whether a better K, if the model named one, has raced with it
+    holder: int = 0  # the K that won the last race, which is held
+    num_rivals: int = 0  # that the model named since and that raced with it
     gain: float = 1.0  # the winner's speed over that of plain decoding
     tokens: float = 1.0  # that the winner emitted per step and sequence
     plain_seconds: float = 0.0  # of a step without drafts; 0.0 if unknown
@@ -43,9 +45,8 @@ class AdaptiveLength(LengthPolicy):
     """Gives all sequences the K that was the fastest in a race of a few, 0 where drafting does not pay.
 
     Batches of each power of two of sequences have races of their own, between the *arms* plain decoding, the K that a
-    model of costs and acceptance names, and a neighbour of it. Only measured tokens and seconds decide. The winner is
-    held until a hundredth of the time since has paid for what the race lost, or until it emits so few tokens that plain
-    decoding would be faster.
+    model names, and a neighbour of it. Only measured tokens and seconds decide. The winner is held until a hundredth of
+    the time has paid for what the race lost, or until it emits so few tokens that plain decoding would be faster.
 
     With a drafter of trees, a tree of depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the
     nodes of trees have scores, or the tokens of a drafter of chains, it verifies those of a batch that are worth their
@@ -72,8 +73,7 @@ class AdaptiveLength(LengthPolicy):
     def prepare(self, profiler: Profiler) -> None:
         self._costs = StepCosts.measured(profiler, self.max_draft_tokens)
         self._budget = VerifyBudget(self._costs)
-        num_kinds = 2 if profiler.max_nodes > self.max_draft_tokens else 1
-        self._acceptance = [Acceptance() for _ in range(num_kinds)]
+        self._acceptance = [Acceptance() for _ in range(1 + (profiler.max_nodes > self.max_draft_tokens))]
         self._scores_chains = profiler.scores_chains
 
     def limits(self, batch: list[Sequence]) -> list[int]:
@@ -112,30 +112,28 @@ class AdaptiveLength(LengthPolicy):
             known = self._sizes[min(larger)]
             credit = -_INHERITED * _BUDGET * known.plain_seconds
             size = _Size(known.holder, gain=known.gain, tokens=known.tokens, credit=credit)
-        self._sizes[power] = size
-        return size
+        return self._sizes.setdefault(power, size)
 
     def _begin_block(self, size: _Size, batch: list[Sequence]) -> None:
         self._batch = batch
-        left = next(size.course, 0)
-        if not left:  # at first, or if an exception ended it
+        size.left = next(size.course, 0)
+        if not size.left:  # at first, or if an exception ended it
             size.course = self._course(size)
-            left = next(size.course)
+            size.left = next(size.course)
         self._batch = []
-        size.left = left
         size.steps = []
 
     def _course(self, size: _Size) -> Iterator[int]:
         """Yield the lengths of blocks of ``size.arm``; what a block did is known when the next is begun."""
         while True:
             if size.credit >= 0:
-                size.is_final = False
+                size.num_rivals = 0
                 yield from self._race(size, self._arms(size))
-            elif size.holder and not size.is_final:
-                size.is_final = True
+            elif size.holder and size.num_rivals < _RIVALS:
                 best = self._best(size)
                 speeds = self._speeds(size)
                 if speeds[best] > _BETTER * speeds[size.holder]:
+                    size.num_rivals += 1
                     yield from self._race(size, sorted([best, size.holder], reverse=True))
             size.arm = size.holder
             size.is_race = False
@@ -154,7 +152,8 @@ class AdaptiveLength(LengthPolicy):
         while goes_on and not race.has_changed:
             for arm in race.arms[:: (-1) ** race.num_rounds]:  # back and forth: fewer changes
                 size.arm = arm
-                yield 1 + max(_BLOCK, _BLOCK_STEPS // max(1, len(self._batch)))
+                num_steps = max(_BLOCK, _BLOCK_STEPS // max(1, len(self._batch)))
+                yield 1 + num_steps * (1 if race.num_rounds < _SHORT_ROUNDS else 2)
                 race.add_block(arm, size.steps)
             goes_on = race.end_round()
         size.credit = min(size.credit, 0.0) - race.lost()
@@ -177,8 +176,7 @@ class AdaptiveLength(LengthPolicy):
         if best > self.max_draft_tokens:
             arms.add(self._costs.depth(best))
         elif best == size.holder:
-            change = max(1, best // 3) * (-1) ** size.num_races
-            arms.add(min(self.max_draft_tokens, best + change or 2))
+            arms.add(min(self.max_draft_tokens, best + max(1, best // 3) * (-1) ** size.num_races or 2))
         elif not size.holder and size.num_races % 2:
             arms = {0, (best + 1) // 2}
         return sorted(arms, reverse=True)
@@ -190,9 +188,8 @@ class AdaptiveLength(LengthPolicy):
 
     def _speeds(self, size: _Size) -> list[float]:
         """Return the tokens per second of a sequence that the model expects, by K."""
-        tokens = [1.0]
-        for acceptance in self._acceptance:
-            tokens += acceptance.expected_tokens(self.max_draft_tokens)[1:]
+        expected = [acceptance.expected_tokens(self.max_draft_tokens) for acceptance in self._acceptance]
+        tokens = expected[0] + [n for of_trees in expected[1:] for n in of_trees[1:]]
         profile = self._costs.profile(len(self._batch))
         plain = size.plain_seconds or profile[0]
         scale = min(1.0, plain / profile[0])  # the machine was busy when it was profiled

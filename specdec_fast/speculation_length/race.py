@@ -7,10 +7,10 @@ from statistics import median
 from typing import NamedTuple
 
 _MARGIN = 1.03  # by which drafting must be faster than plain decoding
-_LEAST_ROUNDS, _MOST_ROUNDS = 12, 32
+_LEAST_ROUNDS, _MOST_ROUNDS = 8, 32
 _ENOUGH = 512  # steps of single sequences per arm
 _TOKENS_DEVIATION = 0.5  # of the tokens that a sequence emits in a step that drafts, over their mean, at most
-_SECONDS_DEVIATION = 0.35  # of the seconds of a step in a single round
+_SECONDS_DEVIATION = 0.3  # of the seconds of a step in a single round
 _SLOWER = 2.0  # deviations by which an arm is slower than the fastest beyond chance
 
 
@@ -27,10 +27,7 @@ class Race:
 
     Tokens per step are pooled. Seconds are those of the median step of a block, and arms are compared within rounds of
     one block each, of which the median counts: a machine that is slow for a while slows a round, or a block of it.
-
-    Args:
-        arms: at least one.
-        prefill: seconds that each token of a drafting sequence costs besides, because the drafter computes its prompt.
+    ``prefill`` are seconds that each token of a drafting sequence costs besides: the drafter computes its prompt.
 
     Attributes:
         arms: those that may win.
@@ -51,9 +48,10 @@ class Race:
 
     def add_block(self, arm: int, steps: list[CountedStep]) -> None:
         """Add a block; its first step shows what the change costs: cold caches, and a drafter that catches up."""
-        usual = median([step.seconds for step in steps[1:]] or [0.0])
-        tokens = sum(step.tokens for step in steps[1:])
-        num_steps = sum(step.size for step in steps[1:])
+        counted = steps[1:]
+        usual = median([step.seconds for step in counted] or [0.0])
+        tokens = sum(step.tokens for step in counted)
+        num_steps = sum(step.size for step in counted)
         self.has_changed |= tokens < num_steps * self.tokens(arm) / 2
         self._tokens[arm] += tokens
         self._steps[arm] += num_steps
@@ -76,7 +74,7 @@ class Race:
         return max(sorted(self.arms), key=speeds.__getitem__)
 
     def speeds(self) -> dict[int, float]:
-        """Return the tokens per second of a sequence, by arm; those that draft, over the margin. 0.0 if unknown."""
+        """Return the tokens per second of a sequence, by arm, of drafting ones over the margin; 0.0 if unknown."""
         reference = self.arms[-1]
         speeds = {}
         for arm in self._seconds:
@@ -98,9 +96,8 @@ class Race:
         """Return the seconds that the race has lost: those of changes, and those by which slower arms lag."""
         speeds = self.speeds()
         best = max(speeds.values()) or inf
-        return self._switching + sum(
-            self._lengths[arm] * self.seconds(arm) * (1 - speed / best) for arm, speed in speeds.items()
-        )
+        lags = (self._lengths[arm] * self.seconds(arm) * (1 - speed / best) for arm, speed in speeds.items())
+        return self._switching + sum(lags)
 
     def _ratios(self, arm: int, other: int) -> list[float]:
         """Return the seconds of a step of one arm over those of another, by round in which both had a block."""
@@ -109,8 +106,7 @@ class Race:
 
     def _least_ratio(self, arm: int, best: int) -> float:
         """Return the ratio of two speeds below which it is not by chance."""
-        ratios = self._ratios(arm, best)
-        if not ratios:
+        if not (ratios := self._ratios(arm, best)):
             return 0.0
         middle = median(ratios)
         spread = 2 * median(abs(ratio - middle) for ratio in ratios) / middle
