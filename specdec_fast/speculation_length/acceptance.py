@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_PRIOR, _PRIOR_TOKENS = 0.7, 2.0  # acceptance before the first draft, and how many draft tokens it counts for
+_PRIOR = 0.7  # acceptance before the first draft; counts for one token
 _WINDOW = 64.0  # draft tokens that are remembered: 5% standard error
 
 
@@ -12,8 +12,8 @@ class Acceptance:
     """The share of draft tokens that were accepted, of those whose predecessors were; older ones fade."""
 
     def __init__(self) -> None:
-        self._accepted = _PRIOR * _PRIOR_TOKENS
-        self._tried = _PRIOR_TOKENS
+        self._accepted = _PRIOR
+        self._tried = 1.0
 
     def add(self, drafts: Iterable[tuple[int, int]]) -> None:
         """Add drafts, each as the numbers of tokens asked for and accepted."""

@@ -14,13 +14,12 @@ from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
 _BUDGET = 0.01  # of the time that races may lose
-_BLOCK, _BLOCK_STEPS = 4, 16  # steps of a race's block that count: so many, or of so many single sequences,
+_BLOCK = 4  # steps of a race's block that count: so many,
+_BLOCK_STEPS = 16  # or of so many single sequences;
 _SHORT_ROUNDS = 2  # in so many rounds; twice as many in the others
-_HOLD, _HOLD_STEPS = 16, 64  # likewise, after which a holder is looked at
+_HOLD = 4  # times as many steps, after which a holder is looked at
 _INHERITED = 64  # steps for which a smaller batch keeps the K of a larger one before it races
-_BETTER = 1.03  # expected speed of another K over the holder's, from which on the two race without plain decoding,
-_RIVALS = 2  # so many times
-_SHORTEST, _LONGEST = 1e-9, 1e6  # seconds of a step that are believed
+_BETTER = 1.03  # expected speed of another K over the holder's, from which on the two race without plain decoding
 
 
 @dataclass
@@ -28,7 +27,7 @@ class _Size:
     """Batches of one power of two of sequences: what is known of them, and the block of steps that is decoded."""
 
     holder: int = 0  # the K that won the last race, which is held
-    num_rivals: int = 0  # that the model named since and that raced with it
+    num_rivals: int = 0  # K that the model named since and that raced with it: two at most
     gain: float = 1.0  # the winner's speed over that of plain decoding
     tokens: float = 1.0  # that the winner emitted per step and sequence
     plain_seconds: float = 0.0  # of a step without drafts; 0.0 if unknown
@@ -95,7 +94,7 @@ class AdaptiveLength(LengthPolicy):
         num = len(step.batch)
         seconds = step.draft_seconds + step.verify_seconds + step.other_seconds
         tokens = sum(step.num_accepted) + num
-        is_valid = _SHORTEST < seconds < _LONGEST and 0 < tokens <= num * (self.max_draft_tokens + 1)
+        is_valid = 1e-9 < seconds < 1e6 and 0 < tokens <= num * (self.max_draft_tokens + 1)
         if not is_valid or (self.may_branch and not step.may_branch):
             return  # chains because memory or KV pages were short say nothing of trees
         if size.arm:
@@ -129,7 +128,7 @@ class AdaptiveLength(LengthPolicy):
             if size.credit >= 0:
                 size.num_rivals = 0
                 yield from self._race(size, self._arms(size))
-            elif size.holder and size.num_rivals < _RIVALS:
+            elif size.holder and size.num_rivals < 2:
                 best = self._best(size)
                 speeds = self._speeds(size)
                 if speeds[best] > _BETTER * speeds[size.holder]:
@@ -137,7 +136,7 @@ class AdaptiveLength(LengthPolicy):
                     yield from self._race(size, sorted([best, size.holder], reverse=True))
             size.arm = size.holder
             size.is_race = False
-            yield max(_HOLD, _HOLD_STEPS // max(1, len(self._batch)))
+            yield _HOLD * max(_BLOCK, _BLOCK_STEPS // max(1, len(self._batch)))
             size.credit += _BUDGET * sum(step.seconds for step in size.steps)
             tokens = fmean([step.tokens / step.size for step in size.steps] or [size.tokens])
             if size.holder and size.gain * tokens < size.tokens:  # plain decoding is faster, if only tokens changed
@@ -195,8 +194,8 @@ class AdaptiveLength(LengthPolicy):
         scale = min(1.0, plain / profile[0])  # the machine was busy when it was profiled
         extra = plain - scale * profile[0]
         prefill = self._prefill()
-        speeds = [n / (scale * each + extra + prefill * n) for n, each in zip(tokens, profile, strict=True)]
-        return [1 / plain, *speeds[1:]]
+        costs = zip(tokens[1:], profile[1:], strict=True)
+        return [1 / plain] + [n / (scale * each + extra + prefill * n) for n, each in costs]
 
     def _prefill(self) -> float:
         """Return the seconds in which the drafter computes prompts, per token that a sequence is to emit."""

@@ -7,7 +7,8 @@ from statistics import median
 from typing import NamedTuple
 
 _MARGIN = 1.03  # by which drafting must be faster than plain decoding
-_LEAST_ROUNDS, _MOST_ROUNDS = 8, 32
+_LEAST_ROUNDS = 8
+_MOST_ROUNDS = 32
 _ENOUGH = 512  # steps of single sequences per arm
 _TOKENS_DEVIATION = 0.5  # of the tokens that a sequence emits in a step that drafts, over their mean, at most
 _SECONDS_DEVIATION = 0.3  # of the seconds of a step in a single round
