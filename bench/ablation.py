@@ -1,7 +1,7 @@
 """What each part of a scheduler or of a length policy gains.
 
 ``--part exspec``: the window, taking equal lengths together, and the bound on waiting; ratios are to eqspec.
-``--part auto``: the parts of ``num_draft_tokens="auto"``; ratios are to fixed K and to the whole policy.
+``--part auto``: ``num_draft_tokens="auto"`` beside fixed K.
 ``--part auto-simulated``: the same in simulated time, for three pairs and six courses of acceptance.
 ``--part confidence-simulated``: in simulated time, a drafter that scores its chains (DSpark).
 ``--part ranks``: tokens per step of EAGLE-3's dynamic trees, by the temperature that gives ranks their probabilities.
@@ -160,9 +160,6 @@ def main(argv: list[str] | None = None) -> None:
         metavar="P,P:P",
         help="of auto: replay the target's tokens with these probabilities; P:P changes in mid-run",
     )
-    parser.add_argument(
-        "--whole-only", action="store_true", help="of auto: fixed K and the whole policy, without its parts"
-    )
     report.add_report_options(parser)
     args = parser.parse_args(argv)
     check_workload(parser, args)
@@ -182,8 +179,8 @@ def main(argv: list[str] | None = None) -> None:
     machine = report.machine(torch.device(workload.target.device))
     described = {"pair": workload.name, "dtype": args.dtype, "prompts": len(workload.prompts)}
     if args.part == "auto":
-        names, acceptances = length_ablation.variants(args.whole_only), args.acceptance or [None]
-        settings = list(length_ablation.settings_of(Bench(workload), args.method, names, args.batch_sizes, acceptances))
+        acceptances = args.acceptance or [None]
+        settings = list(length_ablation.settings_of(Bench(workload), args.method, args.batch_sizes, acceptances))
         rows = length_ablation.rows_of(measure(settings, args.repeats))
         length_ablation.print_table(rows)
         described |= {"method": args.method, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}

@@ -5,7 +5,7 @@ For policies for K, whose gains of a few percent a shared machine's clock does n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log
@@ -53,6 +53,7 @@ class World:
         prompt_length: tokens of a prompt.
         new_tokens: tokens that each request emits.
         noise: mean of what a step's seconds exceed the table's by; one of a hundred takes five times as long.
+        bursts: mean seconds for which, a quarter of the time, the clock shows twice what steps take; 0: never.
         mismeasured: standard deviation of the logarithm by which each profiled time is wrong.
         overhead: seconds of a step besides forwards, whatever its size.
         overhead_each: seconds besides forwards that each sequence of a step adds.
@@ -60,7 +61,6 @@ class World:
         growth: seconds of a verification per committed token, which no profile shows.
         proposes: how often the drafter proposes anything.
         is_profiled: whether the drafter knows its seconds.
-        choice: seconds of a choice of K.
         is_refilled: whether a waiting request joins when one ends, not the next batch when all have ended.
         rates: of a drafter of trees, in place of ``acceptance``: kinds of positions, equally frequent, with the hit
             rates of the first ranks, which the drafter knows and gives as scores. Its chain has the first rank. None:
@@ -78,6 +78,7 @@ class World:
     prompt_length: int = 48
     new_tokens: int = 128
     noise: float = 0.05
+    bursts: float = 0.0
     mismeasured: float = 0.0
     overhead: float = 0.0
     overhead_each: float = 0.0
@@ -85,7 +86,6 @@ class World:
     growth: float = 0.0
     proposes: float = 1.0
     is_profiled: bool = True
-    choice: float = 0.0
     is_refilled: bool = True
     rates: tuple[tuple[float, ...], ...] | None = None
     max_nodes: int = 0
@@ -106,15 +106,19 @@ class World:
         return policy
 
     def warmed(self, policy: LengthPolicy) -> LengthPolicy:
-        """Return a prepared policy that has seen such requests before."""
-        tokens_per_second(replace(self, seed=self.seed + 1000), self.prepared(policy))
+        """Return a prepared policy that has seen four times as many such requests before."""
+        self.prepared(policy)
+        for number in range(1, 5):
+            tokens_per_second(replace(self, seed=self.seed + 1000 * number), policy)
         return policy
 
 
 def tokens_per_second(world: World, policy: LengthPolicy) -> float:
     """Decode every sequence in batches, and return the speed."""
-    number, clock, tokens = 0, -world.choice * _num_choices(policy), 0
+    number, clock, tokens = 0, 0.0, 0
     rng = np.random.default_rng(world.seed)
+    slowness = _slowness(world)
+    next(slowness)
     batch: list[tuple[int, Any]] = []
     total = world.num_sequences or 3 * world.batch_size
     while number < total or batch:
@@ -124,18 +128,30 @@ def tokens_per_second(world: World, policy: LengthPolicy) -> float:
             batch.append((number, SimulatedSequence(world.prompt_length, world.new_tokens, draws)))
             clock += world.verify(world.prompt_length)
             number += 1
-        seconds, num_emitted = _step(world, policy, batch, rng)
+        seconds, num_emitted = _step(world, policy, batch, rng, slowness.send(clock))
         clock += seconds
         tokens += num_emitted
         for _, sequence in batch:
             if not sequence.num_remaining:
                 policy.forget(sequence)
         batch = [(i, s) for i, s in batch if s.num_remaining]
-    return tokens / (clock + world.choice * _num_choices(policy))
+    return tokens / clock
+
+
+def _slowness(world: World) -> Generator[float, float, None]:
+    """Yield the factor of the clock at each time that is sent."""
+    rng = np.random.default_rng((world.seed, 7))
+    factor, until = 2.0, 0.0
+    clock = yield 1.0
+    while True:
+        while world.bursts and clock >= until:
+            factor = 3.0 - factor
+            until += rng.exponential(world.bursts * (3.0 if factor == 1.0 else 1.0))
+        clock = yield factor if world.bursts else 1.0
 
 
 def _step(
-    world: World, policy: LengthPolicy, batch: list[tuple[int, Any]], rng: np.random.Generator
+    world: World, policy: LengthPolicy, batch: list[tuple[int, Any]], rng: np.random.Generator, slowness: float
 ) -> tuple[float, int]:
     """Take a step; return its seconds without the noise, and the tokens that it emits."""
     sequences = [s for _, s in batch]
@@ -159,9 +175,10 @@ def _step(
             accepted.append(next(wrong, k))
         s.length += accepted[b] + 1
         s.known_length = s.length if limits[b] else s.known_length
-    slow = (1 + world.noise * rng.exponential(size=2)) * np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
+    rare = np.where(rng.random(2) < 0.01 * (world.noise > 0), 5, 1)
+    slow = slowness * (1 + world.noise * rng.exponential(size=2)) * rare
     overhead = world.overhead + world.overhead_each * len(batch)
-    seconds = float(drafting * slow[0]), float(verify * slow[1]), overhead
+    seconds = float(drafting * slow[0]), float(verify * slow[1]), overhead * slowness
     policy.observe(StepObservation(sequences, limits, counts, accepted, *seconds, policy.may_branch, *nodes))
     return drafting + verify + overhead, sum(accepted) + len(batch)
 
@@ -218,10 +235,6 @@ def _tree(rates: tuple[tuple[float, ...], ...], kinds: tuple[int, ...], max_node
     by_depth = [rates[kind] for kind in kinds]
     paths = fit_tree(by_depth, max_nodes) if max_nodes else [(0,) * length for length in range(1, len(kinds) + 1)]
     return {path: sum(log(by_depth[d][rank]) for d, rank in enumerate(path)) for path in paths}
-
-
-def _num_choices(policy: LengthPolicy) -> int:
-    return getattr(policy, "num_choices", 0)
 
 
 def speed(worlds: list[World], policy: Callable[[World], LengthPolicy]) -> float:

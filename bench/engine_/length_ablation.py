@@ -1,7 +1,7 @@
-"""What each part of ``num_draft_tokens="auto"`` gains: the policy without it, beside fixed K, over the same prompts.
+"""``num_draft_tokens="auto"`` beside fixed K, over the same prompts.
 
 One engine decodes with every policy in turn, so that all of them have the same programs, pools and profile. A policy
-keeps what it learned: the first run of each is not measured, so the figures are those of warm engines.
+keeps what it learned: its first five runs are not measured, so the figures are those of warm engines.
 """
 
 from __future__ import annotations
@@ -26,50 +26,11 @@ from specdec_fast.speculation_length.fixed import FixedLength
 
 FULL = "auto"
 FIXED = {f"K {k}": k for k in (0, 3, 5)}
-
-
-class NoPrefillCost(AdaptiveLength):
-    """Drafting is chosen as if the draft model had prefilled every prompt."""
-
-    def _prefill_seconds(self, batch: list[Any]) -> float:
-        return 0.0
-
-
-class NoExploration(AdaptiveLength):
-    """Once drafting has been given up, it is not tried again."""
-
-    def _may_explore(self, batch: list[Any], plain_speed: float) -> bool:
-        return False
-
-
-class NoPlainSteps(AdaptiveLength):
-    """While drafting pays, no step shows what plain decoding takes."""
-
-    def _wants_plain_steps(self, batch: list[Any], gain: float) -> bool:
-        return False
-
-
-class NoCorrection(AdaptiveLength):
-    """Costs are those of the profile; steps do not correct them."""
-
-    def _end_round(self) -> None:
-        self._times.clear()
-        super()._end_round()
-
-
-VARIANTS: dict[str, Callable[[], LengthPolicy]] = {
+WARM_UPS = 4  # runs of a policy that learns before its first, which is not measured either
+POLICIES: dict[str, Callable[[], LengthPolicy]] = {
     **{name: partial(FixedLength, k) for name, k in FIXED.items()},
     FULL: AdaptiveLength,
-    "no prefill cost": NoPrefillCost,
-    "no exploration": NoExploration,
-    "no plain steps": NoPlainSteps,
-    "no correction": NoCorrection,
 }
-
-
-def variants(whole_only: bool) -> list[str]:
-    """Return the names of all variants, or of fixed K and the whole policy."""
-    return [*FIXED, FULL] if whole_only else list(VARIANTS)
 
 
 class PolicyRunner(EngineRunner):
@@ -78,26 +39,28 @@ class PolicyRunner(EngineRunner):
     def __init__(self, engine: Engine, drafter: Drafter, workload: Workload, policy: LengthPolicy) -> None:
         super().__init__(engine, drafter, workload)
         self.policy = policy
+        self._warm_ups = 0 if isinstance(policy, FixedLength) else WARM_UPS
 
     def __call__(self) -> Measurement:
         """Decode."""
         self.engine.core.length_policy = self.policy
+        for _ in range(self._warm_ups):
+            super().__call__()
+        self._warm_ups = 0
         return super().__call__()
 
 
 def settings_of(
     bench: Bench,
     method: str,
-    variants: list[str],
     batch_sizes: list[int],
     acceptances: list[tuple[float, ...] | None],
 ) -> Iterator[MethodSetting]:
-    """Yield every variant at every batch size and acceptance.
+    """Yield every policy at every batch size and acceptance.
 
     Args:
         bench: the models and the prompts.
         method: scheduler.
-        variants: names of ``VARIANTS``.
         batch_sizes: largest batches of the engines.
         acceptances: of replayed drafts: one probability, or those of equal shares of the prompts, one after the other;
             None lets the draft model propose.
@@ -113,8 +76,8 @@ def settings_of(
         )
         for acceptance in acceptances:
             drafter = engine.drafter if acceptance is None else _replayed(bench, engine, acceptance)
-            for name in variants:
-                policy = VARIANTS[name]()
+            for name, make in POLICIES.items():
+                policy = make()
                 policy.prepare(profiler)
                 label = name if acceptance is None else f"{name} ({':'.join(map(str, acceptance))})"
                 yield MethodSetting(label, batch_size, PolicyRunner(engine, drafter, bench.workload, policy))
@@ -134,7 +97,7 @@ def _replayed(bench: Bench, engine: Engine, acceptance: tuple[float, ...]) -> Dr
 
 
 def rows_of(runs: Runs) -> list[dict[str, Any]]:
-    """Return one row per variant, batch size and acceptance, with its speed over those of fixed K and of ``auto``."""
+    """Return one row per policy, batch size and acceptance, with its speed over those of fixed K."""
     groups: dict[tuple[int, str], dict[str, list[Measurement]]] = {}
     for setting, measurements in runs.items():
         name, _, acceptance = setting.name.partition(" (")
@@ -146,14 +109,13 @@ def rows_of(runs: Runs) -> list[dict[str, Any]]:
         for name, measurements in group.items():
             decoding = measurements[-1].decoding
             rows.append({
-                "variant": name,
+                "policy": name,
                 "batch_size": batch_size,
                 "acceptance": acceptance or None,
                 "tokens_per_second": median(speeds[name]),
                 "over_plain": median_ratio(speeds[name], speeds["K 0"]),
                 "over_best_fixed": median_ratio(speeds[name], speeds[best]),
                 "best_fixed": best,
-                "over_auto": median_ratio(speeds[name], speeds[FULL]),
                 "draft_tokens_per_step": decoding.num_draft_tokens / max(1, decoding.num_steps) if decoding else 0.0,
             })  # fmt: skip
     return rows
@@ -161,10 +123,10 @@ def rows_of(runs: Runs) -> list[dict[str, Any]]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print one line per row."""
-    header = ("variant", "batch", "acceptance", "tokens/s", "x plain", "x best fixed", "x auto", "drafted a step")
-    keys = ("over_plain", "over_best_fixed", "over_auto", "draft_tokens_per_step")
+    header = ("policy", "batch", "acceptance", "tokens/s", "x plain", "x best fixed", "drafted a step")
+    keys = ("over_plain", "over_best_fixed", "draft_tokens_per_step")
     print(format_table(header, [
-        (row["variant"], row["batch_size"], row["acceptance"] or "-", f"{row['tokens_per_second']:.0f}",
+        (row["policy"], row["batch_size"], row["acceptance"] or "-", f"{row['tokens_per_second']:.0f}",
          *(f"{row[key]:.3f}" for key in keys))
         for row in rows
     ]))  # fmt: skip

@@ -1,49 +1,58 @@
-"""One K for the sequences of a step, chosen every few steps from measured costs and measured acceptance."""
+"""One K for the sequences of a step: the one that won the last race of measured tokens per second."""
 
 from __future__ import annotations
 
-from sys import maxsize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import fmean
 
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.speculation_length.acceptance import Acceptance
 from specdec_fast.speculation_length.base import LengthPolicy, Profiler, StepObservation
+from specdec_fast.speculation_length.race import CountedStep, Race
 from specdec_fast.speculation_length.step_costs import StepCosts
 from specdec_fast.speculation_length.verify_budget import VerifyBudget
 
-# A choice holds for 4 to 32 steps, as long as what is accepted is within 1.5 standard deviations of what was expected:
-# it takes about a tenth of a millisecond, a third of a short step.
-_STEPS = 32
-_LEAST_STEPS = 4
-_SURPRISE = 1.5
-_KNOWN = 24  # draft tokens tried, below which few sequences are drafted for, and every step is a choice
-# draft tokens of an exploration after one that was accepted whole, and the most of an engine's first drafts
-_EXPLORATION_K = 3
-_EXPLORATION_SHARE = 0.01  # of the time of plain steps that explorations may lose
-_EXPLORATION_KEEPS = 0.9  # share of their weight that earlier counts keep after an exploration
-# Least expected speed of drafting over plain decoding: to begin (the draft model must prefill), and to go on (estimates
-# vary).
-_LEAST_GAIN = 1.02
-_LEAST_KEPT_GAIN = 0.98
-# Drafting steps after which a few plain ones show what they take, or the other way round: the first time, and later.
-_FIRST_OTHER = 16
-_OTHER_EVERY = 512
-_LEAST_TRIED_GAIN = 2 / 3  # of steps of a K that was never timed, over plain decoding: they may be faster than expected
+_BUDGET = 0.01  # of the time that races may lose
+_BLOCK = 4  # steps of a race's block that count: so many,
+_BLOCK_STEPS = 16  # or of so many single sequences;
+_SHORT_ROUNDS = 2  # in so many rounds; twice as many in the others
+_HOLD = 4  # times as many steps, after which a holder is looked at
+_INHERITED = 64  # steps for which a smaller batch keeps the K of a larger one before it races
+_BETTER = 1.03  # expected speed of another K over the holder's, from which on the two race without plain decoding
+
+
+@dataclass
+class _Size:
+    """Batches of one power of two of sequences: what is known of them, and the block of steps that is decoded."""
+
+    holder: int = 0  # the K that won the last race, which is held
+    num_rivals: int = 0  # K that the model named since and that raced with it: two at most
+    gain: float = 1.0  # the winner's speed over that of plain decoding
+    tokens: float = 1.0  # that the winner emitted per step and sequence
+    plain_seconds: float = 0.0  # of a step without drafts; 0.0 if unknown
+    credit: float = 0.0  # seconds that races may lose; negative until the time since the last has paid for it
+    num_races: int = 0
+    arm: int = 0  # the K of the block
+    is_race: bool = False
+    left: int = 0  # steps that the block still has
+    steps: list[CountedStep] = field(default_factory=list)  # of the block
+    course: Iterator[int] = field(default_factory=lambda: iter(()))  # yields the length of block after block
 
 
 class AdaptiveLength(LengthPolicy):
-    """Gives all sequences the K that maximises the expected tokens per second of a step, 0 where no K pays.
+    """Gives all sequences the K that was the fastest in a race of a few, 0 where drafting does not pay.
 
-    Tokens over seconds is the "goodput" by which SmartSpec chooses lengths (Liu et al., arXiv 2406.14066). While no K
-    pays, one sequence is drafted for now and then (an exploration), because only drafting shows acceptance. If steps
-    that draft for all were never timed and may pay, a few are (a trial), because the profile may be wrong.
+    Batches of each power of two of sequences have races of their own, between the *arms* plain decoding, the K that a
+    model names, and a neighbour of it. Only measured tokens and seconds decide. The winner is held until a hundredth of
+    the time has paid for what the race lost, or until it emits so few tokens that plain decoding would be faster.
 
-    With a drafter of trees it chooses between as many nodes as tokens of a chain, larger trees, and nothing. A tree of
-    depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the nodes of trees have scores, or the
-    tokens of a drafter of chains, it verifies those of a batch that are worth their rows (``verify_budget.py``).
+    With a drafter of trees, a tree of depth K is number ``max_draft_tokens + K`` here, as in ``StepCosts``. If the
+    nodes of trees have scores, or the tokens of a drafter of chains, it verifies those of a batch that are worth their
+    rows (``verify_budget.py``).
 
     Attributes:
         max_draft_tokens: the largest K that it may choose.
-        num_choices: made so far.
         may_branch: whether trees of the next step may have more nodes than a chain has tokens.
     """
 
@@ -51,227 +60,143 @@ class AdaptiveLength(LengthPolicy):
 
     def __init__(self, max_draft_tokens: int = max_draft_tokens) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self.num_choices = 0
-        self._costs = StepCosts({1: 1e-3}, None)  # until ``prepare``
-        self._acceptance = self._of_chains = Acceptance(self.max_draft_tokens)
-        self._of_trees: Acceptance | None = None
-        self._scores_chains = False  # whether the drafter has chains alone, with scores
-        self._budget = VerifyBudget(self._costs)
         self.may_branch = False
-        self._k = self._num_drafting = 0  # the choice: K, and how many sequences get it
-        self._depth = self._size = 0
-        self._steps_left = self._steps_more = 0  # for which the choice holds; may hold besides
-        self._is_asynchronous = self._is_exploring = self._is_trying = False
-        self._exploration_k = 1
-        self._exploration_budget = 0.0  # seconds; negative until plain steps have paid for the last exploration
-        self._num_drafted = self._num_plain = 0  # since the last plain step; since the last trial
-        self._drafted: dict[Sequence, int] = {}  # lengths of sequences after the last step that drafted for them
-        self._is_catching_up = False  # whether the drafter computes more in this step than what their last one emitted
-        # Since the last choice: drafts by tokens asked for, proposed and accepted; of usual steps, the ratio of the
-        # seconds of forwards to those profiled, and the other seconds.
-        self._drafts: dict[tuple[int, int, int], int] = {}
-        self._times: list[tuple[float, float]] = []
+        self._costs = StepCosts({1: 1e-3}, None, max_draft_tokens)  # until ``prepare``
+        self._acceptance = [Acceptance()]  # of chains; of trees, if there are any
+        self._scores_chains = False
+        self._budget = VerifyBudget(self._costs)
+        self._sizes: dict[int, _Size] = {}  # by power of two
+        self._size = _Size()
+        self._batch: list[Sequence] = []
 
     def prepare(self, profiler: Profiler) -> None:
-        self._is_asynchronous = profiler.is_asynchronous
         self._costs = StepCosts.measured(profiler, self.max_draft_tokens)
         self._budget = VerifyBudget(self._costs)
-        self._of_trees = Acceptance(self.max_draft_tokens) if profiler.max_nodes > self.max_draft_tokens else None
+        self._acceptance = [Acceptance() for _ in range(1 + (profiler.max_nodes > self.max_draft_tokens))]
         self._scores_chains = profiler.scores_chains
 
     def limits(self, batch: list[Sequence]) -> list[int]:
-        """One that joins between two choices gets the K of the others."""
-        if not self._holds() or len(batch).bit_length() != self._size.bit_length():
-            self._end_round()
-            self._choose(batch)
-        self._steps_left -= 1
-        if not self._k:
-            return [0] * len(batch)
-        k = self._depth
-        limits = [min(k, sequence.num_remaining - 1) for sequence in batch]
-        pending = self._pending(batch)
-        if self._num_drafting < len(batch):  # those that cost the least to draft for
-            order = sorted(range(len(batch)), key=pending.__getitem__)
-            for i in order[self._num_drafting :]:
-                limits[i] = pending[i] = 0
-        self._is_catching_up = any(pending)
-        return limits
-
-    def _holds(self) -> bool:
-        if self._steps_left <= 0 < self._steps_more and self._acceptance.surprise(self._drafts)[0] <= _SURPRISE:
-            self._steps_left = _LEAST_STEPS
-            self._steps_more -= _LEAST_STEPS
-        return self._steps_left > 0
-
-    def forget(self, sequence: Sequence) -> None:
-        self._drafted.pop(sequence, None)
+        power = len(batch).bit_length()
+        size = self._size = self._sizes.get(power) or self._new_size(power)
+        if size.left <= 0:
+            self._begin_block(size, batch)
+        size.left -= 1
+        self.may_branch = size.arm > self.max_draft_tokens
+        k = self._costs.depth(size.arm)
+        return [min(k, sequence.num_remaining - 1) for sequence in batch] if k else [0] * len(batch)
 
     def least_score(self, scores: list[list[float]]) -> float:
-        has_budget = self._has_budget and not self._is_exploring
-        return self._budget.least_score(scores, self._k) if has_budget else float("-inf")
+        has_budget = self.may_branch or self._scores_chains
+        return self._budget.least_score(scores, self._size.arm) if has_budget else float("-inf")
 
     def observe(self, step: StepObservation) -> None:
-        k = self._k
-        profiled = self._costs.profile(len(step.batch))[self._k]
-        seconds = step.draft_seconds + step.verify_seconds
-        other = step.other_seconds
-        if self._is_asynchronous:
-            seconds = seconds + other
-            other = 0.0
-        if not k:
-            self._num_plain += 1
-            self._exploration_budget = min(0.0, self._exploration_budget + _EXPLORATION_SHARE * (seconds + other))
-        elif self.may_branch and not step.may_branch:
-            return  # chains, because memory or KV pages were short: they say nothing of trees
-        else:
-            self._num_drafted += 1
-            is_usual = self._keep_drafts(step)
-            if self._has_budget and step.scores is not None and step.accepted_nodes is not None:
-                self._budget.observe(k, step.scores, step.accepted_nodes, is_usual)
-                rows = len(step.batch) + sum(map(len, step.scores))
-                profiled = self._costs.profiled(len(step.batch), k, rows)
-            if self._is_exploring or self._is_trying:
-                self._pay(step, seconds + other)
-            if not is_usual:
-                return
-        self._times.append((seconds / profiled, other))
+        size = self._size
+        num = len(step.batch)
+        seconds = step.draft_seconds + step.verify_seconds + step.other_seconds
+        tokens = sum(step.num_accepted) + num
+        is_valid = 1e-9 < seconds < 1e6 and 0 < tokens <= num * (self.max_draft_tokens + 1)
+        if not is_valid or (self.may_branch and not step.may_branch):
+            return  # chains because memory or KV pages were short say nothing of trees
+        if size.arm:
+            if size.is_race or size.left % 8 == 0:
+                self._acceptance[self.may_branch].add(zip(step.limits, step.num_accepted, strict=True))
+            if step.scores is not None and step.accepted_nodes is not None:
+                self._budget.observe(size.arm, step.scores, step.accepted_nodes, seconds)
+        size.steps.append(CountedStep(num, tokens, seconds))
 
-    def _keep_drafts(self, step: StepObservation) -> bool:
-        """Keep what was accepted; return whether the seconds of the step are those of steps with its K."""
-        drafts = self._drafts
-        num = 0
-        counts = zip(step.batch, step.limits, step.num_draft_tokens, step.num_accepted, strict=True)
-        for sequence, limit, proposed, accepted in counts:
-            if limit:
-                self._drafted[sequence] = sequence.length
-                num += limit
-            draft = limit, proposed, accepted
-            drafts[draft] = drafts.get(draft, 0) + 1
-        return not self._is_catching_up and not self._is_exploring and num == self._depth * len(step.batch)
+    def _new_size(self, power: int) -> _Size:
+        """Return batches of a size that is new: they begin with the K of larger ones, if there were any."""
+        size = _Size()
+        if larger := [each for each in self._sizes if each > power]:
+            known = self._sizes[min(larger)]
+            credit = -_INHERITED * _BUDGET * known.plain_seconds
+            size = _Size(known.holder, gain=known.gain, tokens=known.tokens, credit=credit)
+        return self._sizes.setdefault(power, size)
 
-    def _pay(self, step: StepObservation, seconds: float) -> None:
-        """Take what the step took longer than plain steps, which emit as many tokens, from the time of explorations."""
-        size = len(step.batch)
-        plain_seconds = self._costs.seconds(size)[0] * (1 + sum(step.num_accepted) / size)
-        self._exploration_budget = min(0.0, self._exploration_budget - (seconds - plain_seconds))
+    def _begin_block(self, size: _Size, batch: list[Sequence]) -> None:
+        self._batch = batch
+        size.left = next(size.course, 0)
+        if not size.left:  # at first, or if an exception ended it
+            size.course = self._course(size)
+            size.left = next(size.course)
+        self._batch = []
+        size.steps = []
 
-    @property
-    def _has_budget(self) -> bool:
-        """Whether some of this step's draft tokens may be left out of the verification."""
-        return self.may_branch or self._scores_chains
+    def _course(self, size: _Size) -> Iterator[int]:
+        """Yield the lengths of blocks of ``size.arm``; what a block did is known when the next is begun."""
+        while True:
+            if size.credit >= 0:
+                size.num_rivals = 0
+                yield from self._race(size, self._arms(size))
+            elif size.holder and size.num_rivals < 2:
+                best = self._best(size)
+                speeds = self._speeds(size)
+                if speeds[best] > _BETTER * speeds[size.holder]:
+                    size.num_rivals += 1
+                    yield from self._race(size, sorted([best, size.holder], reverse=True))
+            size.arm = size.holder
+            size.is_race = False
+            yield _HOLD * max(_BLOCK, _BLOCK_STEPS // max(1, len(self._batch)))
+            size.credit += _BUDGET * sum(step.seconds for step in size.steps)
+            tokens = fmean([step.tokens / step.size for step in size.steps] or [size.tokens])
+            if size.holder and size.gain * tokens < size.tokens:  # plain decoding is faster, if only tokens changed
+                size.credit = max(size.credit, 0.0)
 
-    def _end_round(self) -> None:
-        # The median ratio: now and then a step waits for another process. The first steps after a change of K find the
-        # caches cold and would make what is used rarely look slow.
-        if len(self._times) >= (_LEAST_STEPS - 1 if self._costs.is_drafter_profiled else 1):
-            ratio, other = sorted(self._times)[len(self._times) // 2]
-            self._costs.observe(self._size, self._k, ratio, other)
-        if self._has_budget:
-            self._budget.end_round()
-        if self._is_exploring:
-            self._learn_from_exploration()
-        if self._drafts:
-            self._acceptance.add(self._drafts)
-        self._drafts = {}
-        self._times = []
+    def _race(self, size: _Size, arms: list[int]) -> Iterator[int]:
+        """Race a few K, and make the winner the holder."""
+        race = Race(arms, self._prefill())
+        size.num_races += 1
+        size.is_race = True
+        goes_on = True
+        while goes_on and not race.has_changed:
+            for arm in race.arms[:: (-1) ** race.num_rounds]:  # back and forth: fewer changes
+                size.arm = arm
+                num_steps = max(_BLOCK, _BLOCK_STEPS // max(1, len(self._batch)))
+                yield 1 + num_steps * (1 if race.num_rounds < _SHORT_ROUNDS else 2)
+                race.add_block(arm, size.steps)
+            goes_on = race.end_round()
+        size.credit = min(size.credit, 0.0) - race.lost()
+        if race.has_changed:
+            return  # without a winner
+        best = race.best()
+        speeds = race.speeds()
+        if plain := speeds.get(0):
+            size.gain = speeds[best] / plain
+        elif before := speeds.get(size.holder):
+            size.gain *= race.tokens(size.holder) / size.tokens * speeds[best] / before
+        size.plain_seconds = race.seconds(0) or size.plain_seconds
+        size.holder = best
+        size.tokens = race.tokens(best) or 1.0
 
-    def _learn_from_exploration(self) -> None:
-        """Weigh the past by how probable it made what the exploration shows."""
-        tokens = self._of_chains.expected_tokens()
-        probability = tokens[self._exploration_k] - tokens[self._exploration_k - 1]
-        if any(accepted == self._exploration_k for _, _, accepted in self._drafts):
-            self._of_chains.fade(min(_EXPLORATION_KEEPS, probability))
-            self._exploration_k = min(_EXPLORATION_K, self.max_draft_tokens)
-        else:
-            self._of_chains.fade(_EXPLORATION_KEEPS)
-            self._exploration_k = 1
+    def _arms(self, size: _Size) -> list[int]:
+        """Return the K that race: plain decoding, the model's, the holder, and a neighbour if two of these are one."""
+        best = self._best(size)
+        arms = {0, best, size.holder}
+        if best > self.max_draft_tokens:
+            arms.add(self._costs.depth(best))
+        elif best == size.holder:
+            arms.add(min(self.max_draft_tokens, best + max(1, best // 3) * (-1) ** size.num_races or 2))
+        elif not size.holder and size.num_races % 2:
+            arms = {0, (best + 1) // 2}
+        return sorted(arms, reverse=True)
 
-    def _choose(self, batch: list[Sequence]) -> None:
-        self.num_choices += 1
-        size = len(batch)
-        was_plain = not self._k or self._is_exploring or self._is_trying
-        tokens = self._of_chains.expected_tokens()
-        if self._of_trees is not None:
-            tokens += self._of_trees.expected_tokens()[1:]
-        speeds = self._speeds(batch, tokens)
-        k = best = max(range(1, len(speeds)), key=speeds.__getitem__)
-        gain = speeds[k] / speeds[0]
-        if gain < (_LEAST_GAIN if was_plain else _LEAST_KEPT_GAIN):
-            k = 0
-        self.may_branch = k > self.max_draft_tokens
-        self._acceptance = self._of_trees if self.may_branch and self._of_trees else self._of_chains
-        num_tried = int(self._acceptance.num_tried)
-        self._k = k
-        self._num_drafting = maxsize
-        self._size = size
-        self._steps_left = _STEPS
-        self._steps_more = 0
-        self._is_exploring = self._is_trying = False
-        if not k:
-            self._num_drafted = 0
-            if self._may_try(best, gain):
-                self._k = best
-                self._steps_left = _LEAST_STEPS
-                self._is_trying = True
-                self._num_plain = 0
-            elif self._may_explore(batch, speeds[0]):
-                self._k = self._exploration_k
-                self._num_drafting = 1
-                self._steps_left = 1
-                self._is_exploring = True
-        elif self._wants_plain_steps(batch, gain):
-            self._k = 0
-            self._steps_left = _LEAST_STEPS
-            self._num_drafted = 0
-        elif num_tried < _KNOWN:
-            depth = self._costs.depth(k)
-            self._k = k - depth + min(depth, max(_EXPLORATION_K, num_tried))
-            self._steps_left = 1
-            self._num_drafting = max(1, size // 8, num_tried)
-        else:
-            self._steps_left = _LEAST_STEPS
-            self._steps_more = _STEPS - _LEAST_STEPS
-        self._depth = self._costs.depth(self._k)
+    def _best(self, size: _Size) -> int:
+        """Return the K that the model expects to be the fastest."""
+        speeds = self._speeds(size)
+        return max(range(1, len(speeds)), key=speeds.__getitem__)
 
-    def _may_explore(self, batch: list[Sequence], plain_speed: float) -> bool:
-        """Return whether an exploration has been paid for, and drafting would pay if every token were accepted."""
-        num_choices = self.max_draft_tokens * (1 if self._of_trees is None else 2) + 1
-        all_accepted = [self._costs.depth(k) + 1.0 for k in range(num_choices)]
-        return self._exploration_budget >= 0 and max(self._speeds(batch, all_accepted)) > plain_speed
+    def _speeds(self, size: _Size) -> list[float]:
+        """Return the tokens per second of a sequence that the model expects, by K."""
+        expected = [acceptance.expected_tokens(self.max_draft_tokens) for acceptance in self._acceptance]
+        tokens = expected[0] + [n for of_trees in expected[1:] for n in of_trees[1:]]
+        profile = self._costs.profile(len(self._batch))
+        plain = size.plain_seconds or profile[0]
+        scale = min(1.0, plain / profile[0])  # the machine was busy when it was profiled
+        extra = plain - scale * profile[0]
+        prefill = self._prefill()
+        costs = zip(tokens[1:], profile[1:], strict=True)
+        return [1 / plain] + [n / (scale * each + extra + prefill * n) for n, each in costs]
 
-    def _may_try(self, k: int, gain: float) -> bool:
-        """Return whether steps of this K, which were never timed, may pay, and their time is paid for."""
-        is_paid = self._exploration_budget >= 0 and self._num_plain > _OTHER_EVERY
-        is_known = k > self.max_draft_tokens or self._costs.is_observed(self._size, k)
-        return is_paid and not is_known and gain > _LEAST_TRIED_GAIN
-
-    def _wants_plain_steps(self, batch: list[Sequence], gain: float) -> bool:
-        """Return whether to decode plainly for a few steps, because plain decoding may cost less than it was timed."""
-        is_known = self._costs.is_observed(self._size, 0) and gain >= 1
-        every = _OTHER_EVERY if is_known else _FIRST_OTHER
-        is_ending = 2 * sum(s.num_remaining for s in batch) < sum(s.max_length - s.prompt_length for s in batch)
-        return self._num_drafted > every and not is_ending
-
-    def _speeds(self, batch: list[Sequence], tokens: list[float]) -> list[float]:
-        """Return the tokens per second of a sequence, by K, of which each step emits ``tokens``."""
-        # Where anything is drafted, every token pays its share of the draft model's prefill of the prompts.
-        prefill = self._prefill_seconds(batch)
-        seconds = self._costs.seconds(len(batch))
-        speeds = [emitted / (each + prefill * emitted) for emitted, each in zip(tokens, seconds, strict=True)]
-        speeds[0] = 1 / seconds[0]
-        return speeds
-
-    def _prefill_seconds(self, batch: list[Sequence]) -> float:
-        """Return the seconds in which the drafter computes prompts, per token that each sequence has yet to emit.
-
-        A sequence that was drafted for counts as it did at its start, and so will the one that takes its place. What it
-        emitted in plain steps since is computed besides.
-        """
-        known = sum(s.prompt_length / (s.max_length - s.prompt_length) for s in batch if s in self._drafted)
-        pending = sum(self._pending(batch)) * len(batch) / sum(s.num_remaining for s in batch)
-        return self._costs.catch_up * (known + pending)
-
-    def _pending(self, batch: list[Sequence]) -> list[int]:
-        """Return the tokens that the drafter has yet to compute, besides those that the last step emitted."""
-        drafted = self._drafted
-        return [sequence.length - drafted.get(sequence, 0) for sequence in batch]
+    def _prefill(self) -> float:
+        """Return the seconds in which the drafter computes prompts, per token that a sequence is to emit."""
+        return self._costs.catch_up * sum(s.prompt_length / (s.max_length - s.prompt_length) for s in self._batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from math import exp
+from math import exp, inf
 
 from specdec_fast.speculation_length.step_costs import StepCosts
 
@@ -11,6 +11,7 @@ _BIN = 0.5  # of a score: nodes whose probabilities differ by less than a factor
 _NUM_BINS = 16
 _PRIOR_NODES = 8.0  # weight of the drafter's own estimate in each bin
 _WINDOW = 256.0  # nodes that a bin remembers
+_RATE = 0.1  # of a difference that the seconds of a step follow
 
 
 class HitRates:
@@ -48,67 +49,52 @@ class VerifyBudget:
     """Decides how many nodes of a batch's trees are verified.
 
     The likeliest R nodes of all sequences are verified. A score never rises from a parent to its child, so they are
-    closed under parents. R nodes emit ``B + sum of their probabilities`` tokens, in the seconds of a usual step of
-    these trees, corrected by what the target's forward costs at ``B + R`` rows. The R of the most tokens per second is
+    closed under parents. R nodes emit ``B + sum of their probabilities`` tokens, in the seconds of the target's forward
+    at ``B + R`` rows and those that the steps of these trees took besides. The R of the most tokens per second is
     taken, 0 included.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._rates = HitRates()
-        self._counts: list[int] = []  # nodes of the steps since the last choice
-        self._key = (0, 0)  # K and B of these
-        self._seconds: list[float] = []  # of a step by its number of nodes, as far as they were needed
+        self._rest: dict[tuple[int, int], float] = {}  # seconds of a step besides the target's forward, by K and B
 
     def least_score(self, scores: list[list[float]], k: int) -> float:
         """Return the score of the last node of trees of number k that is worth its row; infinity if none is."""
-        falling = sorted((score for own in scores for score in own), reverse=True)
         size = len(scores)
-        if self._key != (k, size):
-            self._key = (k, size)
-            self._counts = []
-            self._seconds = []
-        self._time(len(falling))
+        rest = self._rest.get((k, size.bit_length()))
+        if rest is None:
+            rest = max(0.0, self._costs.profile(size)[k] - self._costs.verify(self._costs.rows(size, k)))
         tokens = float(size)
-        best = float("inf")
-        most = tokens / self._seconds[0]
-        for score, seconds in zip(falling, self._seconds[1:], strict=False):
+        best = inf
+        most = tokens / (rest + self._costs.verify(size))
+        falling = sorted((score for own in scores for score in own), reverse=True)
+        for count, score in enumerate(falling, 1):
             tokens += self._rates(score)
-            if tokens > most * seconds:
+            speed = tokens / (rest + self._costs.verify(size + count))
+            if speed > most:
                 best = score
-                most = tokens / seconds
+                most = speed
         return best
 
-    def observe(self, k: int, scores: list[list[float]], accepted: list[list[int]], is_usual: bool) -> None:
+    def observe(self, k: int, scores: list[list[float]], accepted: list[list[int]], seconds: float) -> None:
         """Learn from one step, of trees (see ``StepCosts``).
 
         Args:
             k: the number of the trees as a K.
             scores: of each sequence's verified nodes.
             accepted: which of them were accepted.
-            is_usual: whether ``StepCosts`` learns from the seconds of this step, too.
+            seconds: of the step.
         """
         for own, hits in zip(scores, accepted, strict=True):
             self._rates.add(own, hits)
-        if is_usual and self._key == (k, len(scores)):
-            self._counts.append(sum(map(len, scores)))
-
-    def end_round(self) -> None:
-        """Take the steps since the last choice into account."""
         self._rates.update()
-        if self._counts:
-            k, size = self._key
-            self._costs.observe_nodes(size, k, sum(self._counts) / len(self._counts))
-        self._counts = []
-        self._seconds = []
-
-    def _time(self, num_nodes: int) -> None:
-        k, size = self._key
-        usual = self._costs.verify_seconds(size, self._costs.rows(size, k))
-        rest = max(0.0, self._costs.seconds(size)[k] - usual)
-        for count in range(len(self._seconds), num_nodes + 1):
-            self._seconds.append(rest + self._costs.verify_seconds(size, size + count))
+        size = len(scores)
+        key = (k, size.bit_length())
+        rest = max(0.0, seconds - self._costs.verify(size + sum(map(len, scores))))
+        before = self._rest.setdefault(key, rest)
+        self._rest[key] = before + _RATE * (min(rest, 2 * before) - before)
 
 
 def _bin_of(score: float) -> int:
-    return min(int(-score / _BIN), _NUM_BINS - 1) if score > float("-inf") else _NUM_BINS - 1
+    return min(int(-score / _BIN), _NUM_BINS - 1) if score > -inf else _NUM_BINS - 1

@@ -9,13 +9,12 @@ import pytest
 
 from bench import ablation
 from bench.ablation import InTurn, variants
-from bench.engine_ import length_ablation, rank_ablation, simulated_ablation
+from bench.engine_ import rank_ablation, simulated_ablation
 from specdec_fast import SamplingParams
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters.shared import ranked
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.schedulers.exspec import ExspecScheduler
-from specdec_fast.speculation_length.adaptive import AdaptiveLength
 
 SMALL = ["--pair", "smoke", "--num-prompts", "6", "--max-new-tokens", "10", "--prompt-tokens", "5", "--repeats", "1"]
 
@@ -81,10 +80,3 @@ def test_ranks_of_every_temperature_and_size(tmp_path, monkeypatch):
     assert (flat["temperature"], chosen["temperature"]) == (10.0, 0.5)
     assert flat["tokens_per_step"] < chosen["tokens_per_step"], "the temperature does not reach the drafter"
     assert before == ranked.GREEDY_TEMPERATURE
-
-
-@pytest.mark.parametrize("name", [name for name in length_ablation.VARIANTS if name.startswith("no ")])
-def test_a_variant_of_auto_replaces_a_part_that_auto_has(name):
-    """Else the variant is the whole policy, and its column shows that the part gains nothing."""
-    replaced = [part for part in vars(length_ablation.VARIANTS[name]) if not part.startswith("__")]
-    assert any(part in vars(AdaptiveLength) for part in replaced)
