@@ -47,6 +47,9 @@ class TokenMask(Protocol):
 class TokenMasks:
     """The masks of one request: a token may be chosen if all of them allow it.
 
+    The states stay where the last question has left them, behind draft tokens of a step, and go from there to the next
+    place. Rows are kept until more tokens are emitted, because a verification asks for those that drafting has seen.
+
     Args:
         masks: in the state of a request that has emitted nothing.
         vocab_size: of the target.
@@ -58,7 +61,10 @@ class TokenMasks:
 
     def __init__(self, masks: Iterable[TokenMask], vocab_size: int) -> None:
         self._masks = list(masks)
-        self._num_followed = 0
+        self._num_emitted = 0  # tokens that the states have followed for good
+        self._path: list[int] = []  # the draft tokens that they have followed besides
+        self._rows: dict[tuple[int, ...], np.ndarray | None] = {}  # by draft tokens; None: they may not be chosen
+        self._forced: tuple[int, list[int]] | None = None  # what must follow the emitted tokens, and how many at most
         self._error: Exception | None = None  # of a mask, after which its state means nothing
         self.vocab_size = vocab_size
         self.reads_tokens = any(mask.reads_tokens for mask in self._masks)
@@ -66,23 +72,16 @@ class TokenMasks:
     def row_behind(self, emitted: Many[int], path: Many[int]) -> np.ndarray:
         """Return the row behind draft tokens, for a drafter: a hint, which forbids nothing where nothing is known.
 
-        ``path`` are the draft tokens; ``UNREAD`` stands for one that is not known.
+        ``path`` are the draft tokens; ``UNREAD`` stands for one that is not known. The caller must not write the row.
         """
-        row = np.full(num_words(self.vocab_size), ALL_ALLOWED, np.int32)
-        if self._error is not None or (self.reads_tokens and UNREAD in path):
-            return row
-        try:
-            self._follow(emitted)
-            num_followed = 0
-            while num_followed < len(path) and self._advance(path[num_followed]):
-                num_followed += 1
-            if num_followed == len(path):
-                self._fill(row)
-            self._rollback(num_followed)
-        except Exception as error:  # the next verification reports it
-            self._error = error
-            row[:] = ALL_ALLOWED
-        return row
+        row = None
+        if self._error is None and not (self.reads_tokens and UNREAD in path):
+            try:
+                self._follow(emitted)
+                row = self._row(tuple(path))
+            except Exception as error:  # the next verification reports it
+                self._error = error
+        return self._free_row() if row is None else row
 
     def completed(self, emitted: Many[int], drafted: Many[int], most: int) -> list[int]:
         """Return a chain for a draft: the beginning of ``drafted`` that may be chosen, and what must follow it.
@@ -96,17 +95,19 @@ class TokenMasks:
             return list(drafted)
         try:
             self._follow(emitted)
-            chain: list[int] = []
-            while len(chain) < len(drafted) and self._advance(drafted[len(chain)]):
-                chain.append(drafted[len(chain)])
-            num_followed = len(chain)
+            if not drafted and self._forced is not None and self._forced[0] >= most:
+                return self._forced[1][:most]
+            self._go_to(drafted)
+            num_followed = len(self._path)
+            chain = list(self._path)
             for mask in self._masks:
                 if num_followed == len(chain) < most:
                     chain += mask.forced(most - num_followed)
-            self._rollback(num_followed)
         except Exception as error:  # the next verification reports it
             self._error = error
             return list(drafted)
+        if not drafted:
+            self._forced = (most, list(chain))
         return chain
 
     def fill_rows(self, emitted: Many[int], drafted: Many[int], parents: Many[int], rows: np.ndarray) -> None:
@@ -122,31 +123,60 @@ class TokenMasks:
         if self._error is not None:
             raise self._error
         self._follow(emitted)
-        self._fill(rows[0])
         children: list[list[int]] = [[] for _ in rows]
         for node, parent in enumerate(parents, start=1):
             children[parent + 1].append(node)
-        pending = children[0][::-1]  # nodes that are still to be visited, the next one last
-        path: list[int] = []
-        depths = [0] * len(rows)
+        paths: list[tuple[int, ...]] = [()] * len(rows)
+        pending = [0]  # nodes that are still to be visited, the next one last: whole paths, one after the other
         while pending:
             node = pending.pop()
-            depths[node] = depths[parents[node - 1] + 1] + 1
-            if (beyond := len(path) - depths[node] + 1) > 0:
-                self._rollback(beyond)
-                del path[-beyond:]
-            if not self._advance(drafted[node - 1]):
-                continue
-            path.append(node)
-            self._fill(rows[node])
-            pending += children[node][::-1]
-        self._rollback(len(path))
+            if node:
+                paths[node] = (*paths[parents[node - 1] + 1], drafted[node - 1])
+            if (row := self._row(paths[node])) is not None:
+                rows[node] = row
+                pending += children[node][::-1]
 
     def _follow(self, emitted: Many[int]) -> None:
-        for token in emitted[self._num_followed :]:
+        new = emitted[self._num_emitted :]
+        if not new:
+            return
+        self._rows.clear()
+        self._forced = None
+        if not self._go_to(new):
+            place = len(self._path)
+            raise ValueError(f"a mask forbids token {new[place]}, which the request has emitted")
+        self._num_emitted += len(new)
+        self._path = []
+
+    def _row(self, path: tuple[int, ...]) -> np.ndarray | None:
+        """Return the row behind draft tokens; None if one of them may not be chosen."""
+        if path not in self._rows:
+            row = None
+            if self._go_to(path):
+                row = self._free_row()
+                for mask in self._masks:
+                    mask.fill(row)
+            self._rows[path] = row
+        return self._rows[path]
+
+    def _free_row(self) -> np.ndarray:
+        return np.full(num_words(self.vocab_size), ALL_ALLOWED, np.int32)
+
+    def _go_to(self, path: Many[int]) -> bool:
+        """Let the states follow these draft tokens alone, as far as they may be chosen; return whether all may."""
+        known = self._path
+        num_common = 0
+        while num_common < min(len(known), len(path)) and known[num_common] == path[num_common]:
+            num_common += 1
+        if (beyond := len(known) - num_common) > 0:
+            for mask in self._masks:
+                mask.rollback(beyond)
+            del known[num_common:]
+        for token in path[num_common:]:
             if not self._advance(token):
-                raise ValueError(f"a mask forbids token {token}, which the request has emitted")
-            self._num_followed += 1
+                return False
+            known.append(token)
+        return True
 
     def _advance(self, token: int) -> bool:
         for place, mask in enumerate(self._masks):
@@ -155,15 +185,6 @@ class TokenMasks:
                     before.rollback(1)
                 return False
         return True
-
-    def _rollback(self, count: int) -> None:
-        if count:
-            for mask in self._masks:
-                mask.rollback(count)
-
-    def _fill(self, row: np.ndarray) -> None:
-        for mask in self._masks:
-            mask.fill(row)
 
 
 def num_words(vocab_size: int) -> int:

@@ -261,8 +261,11 @@ class _Processes:
 
     def answer(self, info: str, job: tuple[str, str, bool], seconds: float) -> tuple[str | None, str]:
         """Let one of them compile."""
-        with self._permits, self._one() as process:
-            return process.answer(info, job, seconds)
+        try:
+            with self._permits, self._one() as process:
+                return process.answer(info, job, seconds)
+        except (EOFError, OSError, pickle.UnpicklingError):  # a new one has ended before its first answer
+            return None, "the process that compiles grammars could not be started"
 
     @contextmanager
     def _one(self) -> Iterator[_Process]:

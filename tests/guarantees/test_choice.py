@@ -12,7 +12,7 @@ import torch
 import specdec_fast as sd
 from specdec_fast.batch import sampling_batch
 from specdec_fast.engine import core
-from specdec_fast.request.restrictions import ForbiddenWords
+from specdec_fast.request.token_masks import TokenMasks
 from specdec_fast.runner import verification
 from support import clover, eagle3, medusa, specblock
 from support.choice import KINDS, PROMPTS, params_of, texts_by_transformers
@@ -207,9 +207,16 @@ def with_rejected_tokens(monkeypatch):
     monkeypatch.setattr(verification, "sampling_of", counting)
 
 
-def with_masks_that_stay(monkeypatch):
-    """Masks are not taken back after a draft."""
-    monkeypatch.setattr(ForbiddenWords, "rollback", lambda self, count: None)
+def with_rows_that_stay(monkeypatch):
+    """The rows of masks that a step has made are those of later steps as well."""
+    follow = TokenMasks._follow
+
+    def keeping(masks, emitted):
+        rows = dict(masks._rows)
+        follow(masks, emitted)
+        masks._rows.update(rows)
+
+    monkeypatch.setattr(TokenMasks, "_follow", keeping)
 
 
 def with_masks_of_the_root(monkeypatch):
@@ -249,7 +256,7 @@ def frozen(sampling):
         (with_rejected_tokens, "frequency"),
         (with_rejected_tokens, "presence"),
         (without_counts_of_the_path, "presence"),
-        (with_masks_that_stay, "bad_words"),
+        (with_rows_that_stay, "bad_words"),
         (with_masks_of_the_root, "bad_words"),
         (with_masks_of_the_root, "min_tokens"),
     ],

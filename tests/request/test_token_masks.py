@@ -59,11 +59,12 @@ def test_a_chain_is_followed_and_taken_back():
     rows = rows_for(4)
     masks.fill_rows([], [3, 4, 5], [-1, 0, 1], rows)
     assert [allowed(row) for row in rows] == [ODD, EVEN, ODD, EVEN]
-    assert mask.path == [2]
     rows = rows_for(2)
     masks.fill_rows([3, 4], [7], [-1], rows)  # two tokens were emitted
     assert [allowed(row) for row in rows] == [ODD, EVEN]
-    assert mask.path == [2, 3, 4]
+    assert mask.path == [2, 3, 4, 7], "the last token is a draft token, where the next step goes on, or not"
+    assert allowed(masks.row_behind([3, 4, 5], [])) == EVEN
+    assert mask.path == [2, 3, 4, 5]
 
 
 def test_rows_behind_a_forbidden_draft_token_stay_free():
@@ -85,7 +86,6 @@ def test_a_tree_is_walked_path_by_path(drafted, parents):
     rows = rows_for(len(drafted) + 1)
     mask = AfterEven(2)
     TokenMasks([mask], VOCAB_SIZE).fill_rows([], drafted, parents, rows)
-    assert mask.path == [2]
     for node in range(len(drafted) + 1):
         path, at = [], node
         while at:
@@ -141,9 +141,46 @@ def test_a_row_for_a_drafter():
     assert allowed(masks.row_behind([3], [4, 5])) == EVEN
     assert allowed(masks.row_behind([3], [4, 6])) == EVEN | ODD  # never reached
     assert allowed(masks.row_behind([3], [UNREAD])) == EVEN | ODD
-    assert mask.path == [2, 3]
+    assert mask.path == [2, 3, 4]
     counted = TokenMasks([LeastTokens(2, [1], VOCAB_SIZE)], VOCAB_SIZE)
     assert [1 in allowed(counted.row_behind([], [UNREAD] * n)) for n in range(4)] == [False, False, True, True]
+
+
+class Counting(AfterEven):
+    """Counts what it is asked."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(last)
+        self.counts = {"advance": 0, "fill": 0, "forced": 0}
+
+    def advance(self, token: int) -> bool:
+        self.counts["advance"] += 1
+        return super().advance(token)
+
+    def fill(self, row: np.ndarray) -> None:
+        self.counts["fill"] += 1
+        super().fill(row)
+
+    def forced(self, most: int) -> list[int]:
+        self.counts["forced"] += 1
+        return [3, 4, 5][:most]
+
+
+def test_a_step_asks_every_mask_once():
+    """Drafting asks for the rows of a path one by one, and verification for all of them and one more."""
+    mask = Counting(2)
+    masks = TokenMasks([mask], VOCAB_SIZE)
+    assert [masks.completed([], [], most) for most in (4, 2)] == [[3, 4, 5], [3, 4]]
+    for count in range(3):
+        masks.row_behind([], [3, 4, 7][:count])
+    rows = rows_for(4)
+    masks.fill_rows([], [3, 4, 7], [-1, 0, 1], rows)
+    assert [allowed(row) for row in rows] == [ODD, EVEN, ODD, EVEN]
+    assert mask.counts == {"advance": 3, "fill": 4, "forced": 1}
+    masks.fill_rows([3, 4, 9], [8], [-1], rows_for(2))
+    assert mask.counts == {"advance": 5, "fill": 6, "forced": 1}, "two of three emitted tokens were followed before"
+    assert masks.completed([3, 4, 9], [], 3) == [3, 4, 5]
+    assert mask.counts["forced"] == 2
 
 
 class Broken(AfterEven):

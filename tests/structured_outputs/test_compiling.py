@@ -145,6 +145,12 @@ def test_a_process_that_takes_too_long_is_killed(grammars, monkeypatch):
     assert mask.allows_any()
 
 
+def test_a_process_that_does_not_start_refuses_the_request(grammars, monkeypatch):
+    monkeypatch.setattr(compiling, "_START", "raise SystemExit(1)")
+    monkeypatch.setattr(compiling._processes, "_idle", [])
+    assert "the process that compiles grammars could not be started" in message(grammars, regex="not started")
+
+
 @pytest.mark.grid
 def test_a_process_that_dies_is_replaced(grammars):
     grammars.masks(asked(regex="before"), EOS)
