@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.parameter_shapes import other_shapes
 from specdec_fast.models.quantized_checkpoint import config_with_codes
-from specdec_fast.models.quantized_linears import how_quantised_by
+from specdec_fast.models.quantized_linears import how_quantised_by, refuse_saving
 from specdec_fast.models.rounded_loading import RoundingConfig
 from specdec_fast.models.rounded_models import quantised_already, round_rows, round_weights, rounded_copy
 from specdec_fast.quantization.rounding import A8
@@ -64,7 +64,7 @@ def load_model(
         model = _from_gguf(name, dtype, device, setting, rounding)
         if quantization == A8:
             round_rows(model, setting)
-        return model
+        return refuse_saving(model)
     try:
         options = _options_of(name, setting, rounding, device)
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -89,7 +89,7 @@ def load_model(
         )
     if quantization == A8:
         round_rows(model, setting)
-    return model
+    return refuse_saving(model)
 
 
 def _from_gguf(

@@ -6,17 +6,18 @@ they see ``linear``. While PyTorch runs an engine's forward, ``replaced_linears.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from specdec_fast.errors import NotYetSupportedError
 from specdec_fast.ops import resolve
 from specdec_fast.ops.quantized_linear import LARGEST_WHOLE
 from specdec_fast.quantization.packed_weight import INT8, TENSORS, PackedWeight, dequantized
@@ -64,6 +65,20 @@ class PackedModule(nn.Module):
     def packed(self) -> PackedWeight:
         """The weight; its tensors are the module's."""
         return replace(self._sizes, **{name: getattr(self, name) for name in TENSORS})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
+        """Move the codes and scales, or give them other memory, but keep their dtypes: they are what the weights mean.
+
+        So ``model.half()`` and ``model.to(dtype)`` change the dtype of rows, of biases and of the other weights alone.
+        """
+        before = {name: getattr(self, name) for name in TENSORS}
+        device = self.codes.device
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            if tensor is not None and getattr(self, name).dtype != tensor.dtype:
+                setattr(self, name, tensor.to(getattr(self, name).device))
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
+        return self
 
     @property
     def rounds_rows(self) -> bool:
@@ -177,6 +192,26 @@ def weight_of(module: nn.Module) -> Tensor:
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Return a model's quantised linears by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def refuse_saving(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model whose ``save_pretrained`` raises if it holds codes, and so do those of the models in it.
+
+    No format of checkpoint has the names of these codes, and ``from_pretrained`` would draw weights at random for them.
+    """
+    if any(isinstance(module, PackedModule) for module in model.modules()):
+        parts: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        for part in parts:
+            part.save_pretrained = _no_saving
+    return model
+
+
+def _no_saving(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotYetSupportedError(
+        "save_pretrained() of a model whose weights this package holds as codes would write a checkpoint that nothing "
+        "reads; keep the folder or file that it was loaded from, and pass quantization= again if it was rounded. "
+        "torch.save(model.state_dict()) has the codes, for the same model quantised in the same way."
+    )
 
 
 def how_quantised(model: nn.Module) -> str | None:

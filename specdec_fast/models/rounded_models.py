@@ -20,7 +20,13 @@ from transformers.pytorch_utils import Conv1D
 from specdec_fast.errors import ConfigError
 from specdec_fast.model_watch import replaced_forward
 from specdec_fast.models.experts import computed_by, entry_name, expert_configs, mixtures_of, use_own_function
-from specdec_fast.models.quantized_linears import PackedExperts, PackedModule, QuantizedLinear, how_quantised
+from specdec_fast.models.quantized_linears import (
+    PackedExperts,
+    PackedModule,
+    QuantizedLinear,
+    how_quantised,
+    refuse_saving,
+)
 from specdec_fast.models.replaced_functions import lock_of
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import A8, ROUNDINGS, Rounding, rounded
@@ -279,7 +285,7 @@ def rounded_copy(model: PreTrainedModel, quantization: str, setting: str = "quan
         round_rows(own, setting)
     else:
         round_weights(own, quantization)
-    return own
+    return refuse_saving(own)
 
 
 def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -139,6 +140,30 @@ DOWN = "model.layers.1.mlp.down_proj"
 def test_damaged_tensors_are_refused_with_file_and_name(change, message, written, tmp_path):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         load_model(rewritten(written("gptq")[0], tmp_path, change), None, torch.device("cpu"))
+
+
+class RunsCode:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"], ids=["codes", "rounded"])
+def test_no_code_in_files_is_run(quantization, written, tmp_path):
+    """Of a checkpoint with codes, and of one that is rounded while it is loaded."""
+    fields = json.loads((written("gptq")[0] / "config.json").read_text())
+    if quantization is not None:
+        del fields["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    torch.save({"model.norm.weight": RunsCode(tmp_path / "made")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError) as caught:
+        load_model(tmp_path, None, torch.device("cpu"), quantization=quantization)
+    assert "weights_only" not in str(caught.value)
+    assert not (tmp_path / "made").exists()
 
 
 def test_config_and_tensors_must_agree(written, tmp_path):
