@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -192,11 +193,15 @@ def test_an_unknown_setting():
         EngineLM(TARGET, num_daft_tokens=3)
 
 
-def test_the_command(monkeypatch, capsys):
-    import runpy
-
-    monkeypatch.setattr(sys, "argv", ["lm_eval", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("specdec_fast.integrations.lm_eval", run_name="__main__", alter_sys=False)
-    assert ended.value.code == 0
-    assert "lm" in capsys.readouterr().out
+def test_the_command():
+    """It is lm-eval's own, and knows the model."""
+    code = """
+import atexit, runpy, sys
+from lm_eval.api.registry import get_model
+atexit.register(lambda: print(get_model("specdec_fast").__module__))
+sys.argv[1:] = ["--help"]
+runpy.run_module("specdec_fast.integrations.lm_eval", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "usage" in done.stdout
+    assert done.stdout.endswith("specdec_fast.integrations.lm_eval.model\n")
