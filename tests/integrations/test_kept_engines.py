@@ -97,6 +97,7 @@ def test_steps_of_an_optimizer_take_effect():
         assert decoded(model, draft="ngram") == model.generate(**BATCH, **LIMIT).tolist()
 
 
+@pytest.mark.grid
 def test_rounded_copies_follow_the_weights():
     """Stale copies would still be exact, but their drafts would be of another model."""
     model = tiny_model("llama")
@@ -110,6 +111,7 @@ def test_rounded_copies_follow_the_weights():
     assert engine_of(model) is not first
 
 
+@pytest.mark.grid
 def test_a_draft_model_that_changes_is_noticed():
     model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
     expected = decoded(model, draft=draft)
@@ -133,6 +135,7 @@ def test_models_that_pytorch_runs_are_watched_too():
     assert found[1][5:] == alone.token_ids  # in 16 bits, `generate` emits other tokens in other batches
 
 
+@pytest.mark.grid
 def test_models_with_hooks_keep_their_engine():
     model = tiny_model("llama")
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 0.5)
@@ -175,6 +178,7 @@ class TestTheEngine:
         gc.collect()
         assert [each() for each in alive] == [None, None]
 
+    @pytest.mark.grid
     def test_stays_behind_when_the_model_is_copied(self, tmp_path):
         model = tiny_model("llama")
         expected = decoded(model)

@@ -1,7 +1,4 @@
-"""lm-eval: the model ``specdec_fast``, which scores and generates with an engine. Needs the extra ``eval``.
-
-``python -m specdec_fast.integrations.lm_eval`` is the command ``lm_eval`` that knows this model.
-"""
+"""The model ``specdec_fast`` of lm-eval."""
 
 from __future__ import annotations
 
@@ -314,9 +311,3 @@ def _score_of(sequence: Any, text: _Scored) -> tuple[float, bool]:
         logprobs = sequence.prompt_scores.logprobs[-num_in_prompt:] + logprobs
         is_greedy += [rank == 1 for rank in sequence.prompt_scores.ranks[-num_in_prompt:]]
     return float(np.sum(logprobs, dtype=np.float64)), all(is_greedy)
-
-
-if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()
