@@ -106,8 +106,8 @@ class SuffixDrafter(TreeDrafter):
         """Write the texts of finished requests to a file of safetensors. Raises OutputError if it cannot be written."""
         texts = list(self.index.finished())
         tensors = {
-            "token_ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
-            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
+            "token_ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32, device="cpu"),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu"),
         }
         with replaced(Path(file)) as unfinished:
             save_file(tensors, unfinished)

@@ -91,7 +91,8 @@ class SuffixIndex:
         for n in SIZES:
             tail = token_ids[-LONGEST_MATCH:-n][::-1]
             for position in self._positions(tuple(token_ids[-n:])) if len(token_ids) >= n else ():
-                number, follows = position >> 32, position & 0xFFFFFFFF
+                number = position >> 32
+                follows = position & 0xFFFFFFFF
                 text = self._texts[number]
                 found.append(Copy(text, follows, n + _num_equal(text, follows - n, tail)))
                 self._used(number)
