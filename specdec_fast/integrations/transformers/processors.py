@@ -53,7 +53,9 @@ class CallFacts(NamedTuple):
     samples: bool
 
 
-def translated(processors: Sequence[Callable[..., Any]], call: CallFacts) -> tuple[dict[str, Any], list[Callable[..., Any]]]:
+def translated(
+    processors: Sequence[Callable[..., Any]], call: CallFacts
+) -> tuple[dict[str, Any], list[Callable[..., Any]]]:
     """Return fields of ``SamplingParams``, and the processors that must be called in front of them.
 
     The fields are those of as many processors at the end of the list as the engine applies in the same order.
