@@ -31,8 +31,8 @@ from specdec_fast.integrations.transformers.arguments import (
     prompts_of,
 )
 from specdec_fast.integrations.transformers.kept_engines import KeptEngine
-from specdec_fast.integrations.transformers.processors import Call, of_row, translated
-from specdec_fast.integrations.transformers.rows import Row
+from specdec_fast.integrations.transformers.processors import CallFacts, of_row, translated
+from specdec_fast.integrations.transformers.rows import BatchRow
 from specdec_fast.sampling_params import SamplingParams, eos_ids
 
 
@@ -151,7 +151,7 @@ class _Batch:
         self._pad = None if pad is None else int(pad)
         if self._pad is None and len(input_ids) > 1 and (stop_ids or self._criteria):
             raise InvalidParamsError("rows of the batch may end at different lengths; pass pad_token_id.")
-        call = Call(width, max_new_tokens, stop_ids, bool(config.do_sample))
+        call = CallFacts(width, max_new_tokens, stop_ids, bool(config.do_sample))
         values: dict[str, Any] = {}
         if self._keeps_scores:
             translated(processors, call)  # for its checks
@@ -163,7 +163,7 @@ class _Batch:
         self._params = SamplingParams(
             max_new_tokens=max_new_tokens, stop_token_ids=tuple(stop_ids), ignore_eos=True, **values
         )
-        self._rows: list[Row] = []
+        self._rows: list[BatchRow] = []
 
     def decode(self, engine: Engine, generator: torch.Generator | None, streamer: Any) -> list[list[int]]:
         """Return the tokens that each row emits; the first error of a row is raised."""
@@ -202,11 +202,11 @@ class _Batch:
             logits=self._by_step(length, lambda kept: kept.logits) if wants_logits else None,
         )
 
-    def _new_rows(self) -> list[Row]:
+    def _new_rows(self) -> list[BatchRow]:
         device = self._input_ids.device
         given = self._input_ids.tolist()
         return [
-            Row(given[i], prompt, of_row(self._processors, i), self._criteria, self._keeps_scores, device)
+            BatchRow(given[i], prompt, of_row(self._processors, i), self._criteria, self._keeps_scores, device)
             for i, prompt in enumerate(self._prompts)
         ]
 

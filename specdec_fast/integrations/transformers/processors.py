@@ -59,7 +59,7 @@ _ROW_WISE = frozenset(
 _MASK, _BIAS, _PENALTY, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(7)
 
 
-class Call(NamedTuple):
+class CallFacts(NamedTuple):
     """What decides how processors translate: see ``custom_generate``."""
 
     width: int  # of the padded prompts
@@ -68,7 +68,9 @@ class Call(NamedTuple):
     samples: bool
 
 
-def translated(processors: Sequence[Callable[..., Any]], call: Call) -> tuple[dict[str, Any], list[Callable[..., Any]]]:
+def translated(
+    processors: Sequence[Callable[..., Any]], call: CallFacts
+) -> tuple[dict[str, Any], list[Callable[..., Any]]]:
     """Return fields of ``SamplingParams``, and the processors that must be called in front of them.
 
     The fields are those of as many processors at the end of the list as the engine applies in the same order.
@@ -133,75 +135,75 @@ def _joined(own: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _as_params(processor: Any, call: Call) -> tuple[int | None, dict[str, Any]]:
+def _as_params(processor: Any, call: CallFacts) -> tuple[int | None, dict[str, Any]]:
     """Return the place of a processor in the engine's order, and its fields; None if the engine has no such field."""
     translate = _TRANSLATIONS.get(type(processor))
     found = None if translate is None else translate(processor, call)
     return (None, {}) if found is None else found
 
 
-def _min_length(processor: Any, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _min_length(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     return _min_tokens(processor, processor.min_length - call.width, call)
 
 
-def _min_new_tokens(processor: Any, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _min_new_tokens(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     first = processor.prompt_length_to_skip - call.width
     return _min_tokens(processor, first + processor.min_new_tokens, call)
 
 
-def _min_tokens(processor: Any, least: int, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _min_tokens(processor: Any, least: int, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     if frozenset(processor.eos_token_id.tolist()) != call.stop_ids:
         return None  # the engine forbids all ids that end a text
     return _MASK, {"min_tokens": min(max(least, 0), call.max_new_tokens)}
 
 
-def _suppressed(processor: Any, call: Call) -> tuple[int, dict[str, Any]]:
+def _suppressed(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]]:
     return _MASK, {"bad_words": tuple((token,) for token in processor.suppress_tokens.tolist())}
 
 
-def _bad_words(processor: Any, call: Call) -> tuple[int, dict[str, Any]]:
+def _bad_words(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]]:
     return _MASK, {"bad_words": tuple(processor.sequence_bias)}
 
 
-def _sequence_bias(processor: Any, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _sequence_bias(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     if any(len(tokens) != 1 for tokens in processor.sequence_bias):
         return None
     return _BIAS, {"logit_bias": {tokens[0]: bias for tokens, bias in processor.sequence_bias.items()}}
 
 
-def _repetition_penalty(processor: Any, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _repetition_penalty(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     if isinstance(processor.prompt_ignore_length, int):
         return None
     return _PENALTY, {"repetition_penalty": processor.penalty}  # the engine's prompts have no padding to ignore
 
 
-def _temperature(processor: Any, call: Call) -> tuple[int, dict[str, Any]]:
+def _temperature(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]]:
     return _TEMPERATURE, {"temperature": float(processor.temperature)} if call.samples else {}
 
 
-def _top_k(processor: Any, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _top_k(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     return _filter(_TOP_K, processor, call, {"top_k": processor.top_k})
 
 
-def _top_p(processor: Any, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _top_p(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     if processor.min_tokens_to_keep != 1 or processor.top_p <= 0:
         return None
     return _filter(_TOP_P, processor, call, {"top_p": processor.top_p})
 
 
-def _min_p(processor: Any, call: Call) -> tuple[int, dict[str, Any]] | None:
+def _min_p(processor: Any, call: CallFacts) -> tuple[int, dict[str, Any]] | None:
     if processor.min_tokens_to_keep != 1:
         return None
     return _filter(_MIN_P, processor, call, {"min_p": processor.min_p})
 
 
-def _filter(rank: int, processor: Any, call: Call, values: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+def _filter(rank: int, processor: Any, call: CallFacts, values: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
     if processor.filter_value != -inf:
         return None
     return rank, values if call.samples else {}  # the largest logit passes every filter
 
 
-_TRANSLATIONS: dict[type, Callable[[Any, Call], tuple[int, dict[str, Any]] | None]] = {
+_TRANSLATIONS: dict[type, Callable[[Any, CallFacts], tuple[int, dict[str, Any]] | None]] = {
     MinLengthLogitsProcessor: _min_length,
     MinNewTokensLengthLogitsProcessor: _min_new_tokens,
     SuppressTokensLogitsProcessor: _suppressed,

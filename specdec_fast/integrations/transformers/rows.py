@@ -19,10 +19,10 @@ class Scores(NamedTuple):
     processed: Tensor
 
 
-class Row:
+class BatchRow:
     """Calls transformers' processors and criteria with the ids that ``generate`` would pass, one row at a time.
 
-    A ``Row`` is a logits processor of its request, and decides where the request ends (``Sequence.stop_strings``).
+    A ``BatchRow`` is a logits processor of its request, and decides where the request ends (``Sequence.stop_strings``).
 
     Args:
         given: the ids of the row as the caller padded it.
