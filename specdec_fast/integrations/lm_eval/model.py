@@ -124,12 +124,12 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         # Without a drafter there would be no draft tokens in a step, forced ones neither.
         self.engine = Engine(pretrained, "ngram" if draft is None else draft, config, tokenizer=named)
         self._num_draft_tokens = 0 if draft is None else None
-        self.tokenizer = self.engine.tokenizer
+        self.tokenizer: Any = self.engine.tokenizer
         if self.tokenizer is None:
             raise ConfigError(f"no tokenizer is known for {self.engine.target.name}; pass tokenizer=...")
         model = self.engine.target.model
         self._device = model.device
-        self._generation_config = getattr(model, "generation_config", None)
+        self._generation_config: Any = model.generation_config
         positions = self.engine.target.max_positions
         length = max_length or resolve_max_length(model.config, self.tokenizer, default=_DEFAULT_LENGTH)
         self.max_length = length if positions is None else min(length, positions)

@@ -197,7 +197,7 @@ class _Batch:
         wants_scores = self._keeps_scores and self._config.output_scores
         wants_logits = self._keeps_scores and self._config.output_logits
         return GenerateDecoderOnlyOutput(
-            sequences=sequences,  # type: ignore[arg-type]
+            sequences=sequences,
             scores=self._by_step(length, lambda kept: kept.processed) if wants_scores else None,
             logits=self._by_step(length, lambda kept: kept.logits) if wants_logits else None,
         )
