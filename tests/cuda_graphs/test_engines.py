@@ -33,11 +33,11 @@ def pair(hugging_face_model):
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12], [40, 3, 3, 8]]
 PARAMS = [
-    sd.SamplingParams(max_new_tokens=23),
-    sd.SamplingParams(max_new_tokens=17, temperature=0.8, seed=3),
-    sd.SamplingParams(max_new_tokens=20, temperature=1.1, repetition_penalty=1.3, seed=4),
+    sd.SamplingParams(max_new_tokens=14),
+    sd.SamplingParams(max_new_tokens=11, temperature=0.8, seed=3),
+    sd.SamplingParams(max_new_tokens=13, temperature=1.1, repetition_penalty=1.3, seed=4),
     sd.SamplingParams(max_new_tokens=1),
-    sd.SamplingParams(max_new_tokens=30),
+    sd.SamplingParams(max_new_tokens=18),
 ]
 
 

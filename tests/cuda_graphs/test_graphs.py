@@ -27,7 +27,7 @@ from support.models import VOCAB_SIZE
 counts_of_batches = st.lists(st.lists(st.integers(1, LIMITS.rows_each), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(counts_of=counts_of_batches, seed=st.integers(0, 2**31), page_size=st.sampled_from((1, 16)))
 def test_logits_and_pages_have_the_bits_of_eager_forwards(model, counts_of, seed, page_size):
     pools = [opened_pool(model, page_size) for _ in range(2)]
@@ -72,7 +72,7 @@ def sampling_from(columns):
     )
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(counts=st.lists(st.integers(1, 2), min_size=1, max_size=5), start=st.integers(0, 20), data=st.data())
 def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, data):
     pools, columns = filled_pools(model, start + 1), data.draw(choices(len(counts)))
@@ -91,7 +91,7 @@ def test_a_drafting_loop_has_the_bits_of_eager_forwards(model, counts, start, da
     assert drafted_by_graph(model, pools[1], rows, LIMITS.num_forwards - 1) is None
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=5), start=st.integers(0, 20), data=st.data())
 def test_a_verification_has_the_bits_of_an_eager_forward(model, counts, start, data):
     """Draft tokens are the target's own choices, a few of them changed; ids beyond the vocabulary are clamped."""
@@ -119,7 +119,7 @@ def test_a_verification_has_the_bits_of_an_eager_forward(model, counts, start, d
         assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:])
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 8), min_size=1, max_size=5), start=st.integers(0, 20), data=st.data())
 def test_a_verification_of_trees_has_the_bits_of_an_eager_forward(model, sizes, start, data):
     """Siblings differ in their tokens, of which one is the target's own choice now and then."""

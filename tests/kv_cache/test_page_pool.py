@@ -91,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert_pages_sound(self.pool, self.reached)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+PoolMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 test_pool_keeps_its_books = PoolMachine.TestCase
 
 
@@ -174,7 +174,7 @@ def test_definition_rejects_another_layout(name):
         assert_laid_out(batch, layout_by_hand(pool, rows))
 
 
-@fuzz(200)
+@fuzz(100)
 @given(page_size=st.integers(1, 9), spans=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4)), min_size=1),
        num_forwards=st.integers(1, 6))  # fmt: skip
 def test_decode_batches_are_the_batches_laid_out_one_by_one(page_size, spans, num_forwards):

@@ -147,7 +147,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return all(page in self.pool.prefixes.key_of for page in pages)
 
 
-PrefixMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+PrefixMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 test_pool_keeps_its_books = PrefixMachine.TestCase
 
 

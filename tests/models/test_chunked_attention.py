@@ -16,7 +16,7 @@ from specdec_fast.runner import hf_model
 from support.grids import combinations, each_value_once, grid
 from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model, truncated_copy
 
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 # Alone, less than a chunk of eight positions, and several chunks.
 PROMPTS = [[(7 * i + 3 * n) % VOCAB_SIZE for i in range(n)] for n in (1, 7, 21, 40)]
 

@@ -53,9 +53,9 @@ def test_the_tokens_are_those_of_transformers():
     ("architecture", "part"),
     [
         ("gpt2", "c_attn"),
-        ("llama", "v_proj"),
+        pytest.param("llama", "v_proj", marks=pytest.mark.grid),
         ("llama", "input_layernorm"),
-        ("mixtral", "post_attention_layernorm"),
+        pytest.param("mixtral", "post_attention_layernorm", marks=pytest.mark.grid),
         ("llama", "lm_head"),
     ],
 )

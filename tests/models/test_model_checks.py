@@ -50,6 +50,7 @@ def test_a_model_that_adds_the_length_to_numbers_of_rows_is_served(tuning, eager
     assert [o.token_ids for o in outputs] == [transformers_greedy(model, ids, 8) for ids in (prompt, prompt[:9])]
 
 
+@pytest.mark.grid
 def test_a_length_that_is_not_that_of_the_row_changes_tokens(monkeypatch):
     model, prompts = llama4(tuning=True), [[i * 7 % 97 for i in range(n)] for n in (400, 390)]
     expected = [transformers_greedy(model, ids, 8) for ids in prompts]

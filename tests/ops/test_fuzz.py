@@ -44,7 +44,7 @@ def test_verify_chain_in_triton(call):
 
 
 # Every filter and penalty, alone and together; positions on both sides of 32 bits.
-@fuzz(50)
+@fuzz(25)
 @given(call=sampled_calls(CPP, VOCAB_SIZES, batch=6))
 def test_sampling_in_cpp(call):
     assert_equals_oracle("verify_chain", "cpp", call)
@@ -122,7 +122,7 @@ def test_compact_in_triton(call):
 
 
 # Every move that stays inside the columns: far, by little (it overlaps), not at all, of all columns and of none.
-@fuzz(120)
+@fuzz(60)
 @given(call=realign_calls(CPP))
 def test_realign_in_cpp(call):
     assert_equals_oracle("realign_kv_", "cpp", call)

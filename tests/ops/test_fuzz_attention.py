@@ -79,7 +79,7 @@ def assert_near_oracle(attention: Attention, call: AttentionCall, device: torch.
 
 # Batches of none to 5 sequences, with none to 9 rows each or those of a prefill (C++ takes 16 at once); contexts up to
 # three tiles of 64, most of them at the end of a page or a tile or one beside it; 1 to 8 heads for each of 1 to 3.
-@fuzz(40)
+@fuzz(25)
 @example(call=LARGEST_TERM_FIRST, version=VERSIONS[0])
 @given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_attention_in_cpp(call, version):
@@ -94,7 +94,7 @@ def test_attention_in_cpp_at_length(call, version):
 
 
 # The same over trees: from chains (reach 0) to bushes and forests, of more rows than a word of the mask has bits.
-@fuzz(30)
+@fuzz(18)
 @given(call=attention_calls(CPP, trees=True), version=st.sampled_from(VERSIONS))
 def test_tree_attention_in_cpp(call, version):
     assert_near_oracle(in_cpp(version), call, CPU)
@@ -204,7 +204,7 @@ def assert_chunks_have_the_same_bits(attention: Attention, call: AttentionCall) 
 
 
 # Shapes as above: a cut may fall anywhere, in a page, a tile or a group of rows that are computed together.
-@fuzz(50)
+@fuzz(30)
 @given(call=attention_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_cpp_attention_of_any_chunks_has_the_same_bits(call, version):
     assert_chunks_have_the_same_bits(in_cpp(version), call)
@@ -258,14 +258,14 @@ def any_calls(limits: CallSizes) -> st.SearchStrategy[AttentionCall]:
 
 
 # The same in PyTorch, whose softmax takes a row of NaN scores for one that sees nothing.
-@fuzz(30)
+@fuzz(15)
 @given(call=any_calls(CPP))
 def test_nan_in_torch_reaches_only_rows_that_see_it(call):
     assert_nan_reaches_only_rows_that_see_it(OP.load("torch"), call, CPU)
 
 
 # Shapes as above, chains and trees: a weight of 0 would still spread a NaN to rows of the same tile.
-@fuzz(40)
+@fuzz(20)
 @given(call=any_calls(CPP), version=st.sampled_from(VERSIONS))
 def test_nan_in_cpp_reaches_only_rows_that_see_it(call, version):
     assert_nan_reaches_only_rows_that_see_it(in_cpp(version), call, CPU)

@@ -145,7 +145,7 @@ def prompts_with_heads_of(head_dim, dtype):
 
 
 # Heads in whole vectors of every version: its kernel reads the keys and values of few rows where they are stored.
-@each_value_once("version", "dtype")
+@each_value_once
 @pytest.mark.parametrize("head_dim", [32, 160])  # less than a chunk of a score's sum, and two and a half
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_few_rows_have_the_bits_of_a_prompt_in_every_version(version, dtype, head_dim):

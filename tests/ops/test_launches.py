@@ -99,13 +99,14 @@ print(len(notes), *unlisted(notes), sep="\\n")
     assert found[1:] == []
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("change", "call", "kernel"),
     [
         ("specialised_too = {'chunk_ids'}", "greedy", "_chunk_kernel"),
         ("module._CHUNK = 4096", "greedy", "_chunk_kernel"),
         ("module._chunk_launch = lambda: Launch({'CHUNK': 8192}, num_warps=4)", "greedy", "_chunk_kernel"),
-        pytest.param("append_kv._TILE = 512", "append", "_append_kernel", marks=pytest.mark.grid),
+        ("append_kv._TILE = 512", "append", "_append_kernel"),
     ],
     ids=["alignment", "chunk", "warps", "tile"],
 )

@@ -36,11 +36,11 @@ SLOW_CASES = ("large_vocabulary", "wide_tree", "sampled_trees", "adjusted", "sam
 
 
 def is_in_slice(op: Op, backend: str, case: str, number: int, dtype: str) -> bool:
-    """Every case has one dtype, in turn; interpreted kernels get every fifth case, but no slow one."""
+    """Every case has one dtype, in turn; interpreted kernels get every 15th case, but no slow one."""
     served = ["fp32", "fp16"] if op.name in REFERENCES else ["fp32", "fp16", "bf16"]
     if backend not in INTERPRETED:
         return dtype == list(DTYPES)[number % len(DTYPES)]
-    return number % 5 == 0 and dtype == served[number // 5 % len(served)] and case not in SLOW_CASES
+    return number % 15 == 0 and dtype == served[number // 15 % len(served)] and case not in SLOW_CASES
 
 
 SWEEP = [
@@ -161,6 +161,7 @@ def test_cases_say_what_they_would_catch():
 
 
 # 1: decoding against verification and prefill; 3: prefill in chunks; all: a sequence alone and in a batch.
+@each_value_once
 @pytest.mark.parametrize("chunk", [1, 3, 10_000], ids=["row_by_row", "threes", "sequence_alone"])
 @each_dtype
 def test_cpp_attention_rows_are_independent(dtype, chunk):
@@ -243,7 +244,7 @@ def test_experts_that_are_not_there_are_refused(backend, expert):
     ("backend", "dtype"),
     grid(
         product([b for b in all_ops()["verify_chain"].implementations if b != "torch"], DTYPES.values()),
-        keep=lambda pair: pair[0] not in INTERPRETED or pair[1] == torch.float16,
+        keep=lambda pair: pair[0] not in INTERPRETED,
     ),
 )
 def test_verify_chain_across_blocks(backend, dtype):

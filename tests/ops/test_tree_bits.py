@@ -158,7 +158,7 @@ def cases(draw: Any, dtypes: tuple[torch.dtype, ...] = tuple(DTYPES.values())) -
     return TreeAttention(chosen, kv_heads * group, kv_heads, head_dim, page_size, params, dtype, draw(SEEDS))
 
 
-@fuzz(100)
+@fuzz(50)
 @given(case=cases())
 def test_rows_have_the_bits_of_their_chains(case):
     check(case)
@@ -257,7 +257,7 @@ IN_TRITON = {
 
 SPLITS = {"split": 1 << 30, "unsplit": 0}  # values of _ENOUGH_PROGRAMS
 # fp32 in `make test`, because results in fp16 hide most other orders of addition.
-KEPT = {(name, list(SPLITS)[i // 2 % 2], "float32") for i, name in enumerate(IN_TRITON) if i % 3 == 0} | {
+KEPT = {(name, list(SPLITS)[i // 6 % 2], "float32") for i, name in enumerate(IN_TRITON) if i % 6 == 0} | {
     ("tile_inside", "split", "float16")
 }
 in_triton_each = pytest.mark.parametrize(

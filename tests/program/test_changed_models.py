@@ -118,12 +118,12 @@ def add_pre_hook(model):
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (scaled_llama, change_scalar, "in place"),
+        pytest.param(scaled_llama, change_scalar, "in place", marks=pytest.mark.grid),
         (scaled_llama, change_scalar_behind_the_counter, "in place"),
-        (lambda: tiny_model("gemma2"), change_norm, "in place"),
+        pytest.param(lambda: tiny_model("gemma2"), change_norm, "in place", marks=pytest.mark.grid),
         (lambda: tiny_model("llama"), exchange_buffer, "replaced"),
         (lambda: tiny_model("llama"), exchange_module, "replaced"),
-        (lambda: tiny_model("llama"), add_hook, "hooks"),
+        pytest.param(lambda: tiny_model("llama"), add_hook, "hooks", marks=pytest.mark.grid),
         (lambda: tiny_model("llama"), add_pre_hook, "hooks"),
     ],
 )
