@@ -60,13 +60,11 @@ def test_a_prompt_is_encoded_once(pair):
     ]
 
 
-def test_a_service_refuses_several_by_name(pair):
+def test_one_answer_of_a_service_is_one_text(pair):
     async def serve():
         async with sd.AsyncEngine(*pair) as engine:
-            with pytest.raises(sd.InvalidParamsError, match="n=2: an AsyncEngine decodes one text per request"):
+            with pytest.raises(sd.InvalidParamsError, match="n=2: generate returns one text; use generate_choices"):
                 await engine.generate(PROMPTS[0], params_of(n=2))
-            with pytest.raises(sd.InvalidParamsError, match="n=2"):
-                engine.stream(PROMPTS[0], params_of(n=2))
             return [await engine.generate(PROMPTS[0], choice) for choice in params_of(n=2, seed=4).choices()]
 
     with pytest.raises(sd.InvalidParamsError, match="n=0: expected"):

@@ -244,7 +244,7 @@ class _Columns:
         self._has_ended[row] = has_ended
         while self._is_known(self._num_put):
             column = [own[self._num_put] if self._num_put < len(own) else self._pad for own in self._tokens]
-            self._streamer.put(torch.tensor(column))
+            self._streamer.put(torch.tensor(column, device="cpu"))
             self._num_put += 1
 
     def _is_known(self, place: int) -> bool:

@@ -103,4 +103,5 @@ class BatchRow:
         if not self._criteria:
             return False
         input_ids = torch.tensor([self._given + self._emitted], device=self._device)
-        return any(bool(torch.as_tensor(criterion(input_ids, None)).all()) for criterion in self._criteria)
+        ends = (criterion(input_ids, None) for criterion in self._criteria)
+        return any(bool(torch.as_tensor(each, device=self._device).all()) for each in ends)
