@@ -74,7 +74,7 @@ class _Scored:
 
 
 @register_model("specdec_fast")
-class EngineLM(TemplateLM):  # type: ignore[misc]
+class EngineLM(TemplateLM):
     """A model for lm-eval with the scores and texts of its model ``hf``, computed by an engine.
 
     In fp32 scores differ from those of ``hf`` by rounding only. Requests are decoded together, whatever their lengths.
