@@ -21,6 +21,7 @@ def test_times_of_every_call(capsys):
     assert "custom_generate, draft model" in table
 
 
+@pytest.mark.grid
 def test_wrong_tokens_are_not_timed(monkeypatch):
     def wrong(model, input_ids, draft=None, num_draft_tokens=None, **kwargs):
         return input_ids

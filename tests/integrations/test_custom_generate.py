@@ -120,7 +120,7 @@ SETTINGS = {
     "a config": {"generation_config": GenerationConfig(max_new_tokens=17, repetition_penalty=1.1, pad_token_id=7)},
     "max_time": {"max_time": 3600.0},
 }
-RUN_OFTEN = ("several EOS", "a bias and a penalty")
+RUN_OFTEN = ("a bias and a penalty",)
 
 
 @pytest.mark.parametrize("setting", grid(list(SETTINGS), RUN_OFTEN))
@@ -151,7 +151,6 @@ def test_processors_of_the_caller_apply_behind_those_of_generate(target, batch, 
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.grid
 def test_stop_strings_are_criteria(target, draft, batch, tokenizer):
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["the", "."])])
     expected, found = both(target, batch, draft=draft, stopping_criteria=criteria, **LIMIT)
@@ -164,7 +163,7 @@ class EveryThird(StoppingCriteria):
         return (input_ids.shape[1] % 7 == 0) & (input_ids[:, -1] % 3 == 0)
 
 
-@pytest.mark.parametrize("draft", grid(["ngram", "ngram-trie"], ["ngram-trie"]))
+@pytest.mark.parametrize("draft", grid(["ngram", "ngram-trie"], []))
 def test_criteria_of_the_caller(target, batch, draft):
     criteria = StoppingCriteriaList([EveryThird()])
     expected, found = both(target, batch, draft=draft, stopping_criteria=criteria, **LIMIT)
@@ -238,6 +237,7 @@ class TestSampling:
     def sampled(self, target, batch, **options):
         return target.generate(**batch, **self.ASKED, **options, custom_generate=custom_generate).tolist()
 
+    @pytest.mark.grid
     def test_the_global_seed_draws_the_same_tokens_with_every_drafter(self, target, draft, batch):
         found = []
         for drafter in (None, draft, "ngram"):
@@ -306,6 +306,7 @@ class TestFolder:
         )
         assert found.tolist() == expected.tolist()
 
+    @pytest.mark.grid
     def test_it_serves_stop_strings(self, target, batch, tokenizer):
         asked = {**batch, **LIMIT, "stop_strings": ["the"], "tokenizer": tokenizer}
         expected = target.generate(**asked)
