@@ -11,6 +11,7 @@ from bench import custom_generate
 SMALL = ["--batch-sizes", "16", "--max-new-tokens", "2", "--repeats", "1", "--threads", "1"]
 
 
+@pytest.mark.grid
 def test_times_of_every_call(capsys):
     custom_generate.main(SMALL)
     table, _, result = capsys.readouterr().out.strip().rpartition("\n")

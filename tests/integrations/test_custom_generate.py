@@ -119,7 +119,7 @@ SETTINGS = {
     "a config": {"generation_config": GenerationConfig(max_new_tokens=17, repetition_penalty=1.1, pad_token_id=7)},
     "max_time": {"max_time": 3600.0},
 }
-RUN_OFTEN = ("several EOS", "min_length", "a bias and a penalty", "prefix_allowed_tokens_fn", "a config")
+RUN_OFTEN = ("several EOS", "a bias and a penalty", "prefix_allowed_tokens_fn")
 
 
 @pytest.mark.parametrize("setting", grid(list(SETTINGS), RUN_OFTEN))
