@@ -109,7 +109,13 @@ def not_implemented(**args):
     ("op", "function", "what", "why"),
     [
         ("paged_attention", leaves_the_last_row, "paged_attention prefill on cpp", "error is nan"),
-        ("paged_attention", scaled_by_the_batch, "parts of prefill on cpp", "calls have other bits"),
+        pytest.param(
+            "paged_attention",
+            scaled_by_the_batch,
+            "parts of prefill on cpp",
+            "calls have other bits",
+            marks=pytest.mark.grid,
+        ),
         ("paged_attention", scaled_by_the_batch, "in_larger_batch of verify on cpp", "2 of 2 calls have other bits"),
         ("linear", product_scaled_by_the_batch, "rows of linear on cpp", "calls have other bits"),
         ("verify_chain", accepts_one_more, "verify_chain ragged on cpp", "results differ from those of the oracle"),

@@ -16,6 +16,7 @@ from bench.op_cases import OP_CASES
 from specdec_fast.ops import all_ops
 from specdec_fast.ops.paged_attention import paged_attention
 from specdec_fast.ops.verify_chain import verify_chain
+from support.grids import grid
 
 CPU = torch.device("cpu")
 
@@ -99,10 +100,10 @@ def test_no_speed_when_a_result_is_wrong(op, wrong, monkeypatch, capsys):
     assert "GB/s" not in capsys.readouterr().out
 
 
-def test_gate_takes_the_baseline_itself_in_every_dtype():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        one = subject("paged_attention", "verify_256", dtype)
-        assert agreement.disagreement(one.op, "torch", one.make) is None
+@pytest.mark.parametrize("dtype", grid([torch.float32, torch.float16, torch.bfloat16], keep=[torch.bfloat16]), ids=str)
+def test_gate_takes_the_baseline_itself_in_every_dtype(dtype):
+    one = subject("paged_attention", "verify_256", dtype)
+    assert agreement.disagreement(one.op, "torch", one.make) is None
 
 
 def test_an_inexact_op_says_how_long_its_sums_are():

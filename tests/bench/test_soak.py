@@ -26,6 +26,7 @@ def test_soak_end_to_end(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
 
 
+@pytest.mark.grid
 def test_a_wrong_token_is_noticed(monkeypatch, capsys):
     original = Clients._check
 

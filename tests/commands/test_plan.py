@@ -171,7 +171,7 @@ def test_batch_sizes_that_do_not_fit_are_shown(capsys):
     assert "none fits" in refused(capsys, *COMPUTED, memory="8MB", batch_sizes="512")
 
 
-@pytest.mark.parametrize("flags", [[], COMPUTED])
+@pytest.mark.parametrize("flags", grid([[], COMPUTED], keep=[COMPUTED]))
 def test_a_budget_that_holds_no_request_names_the_longest_prompt(capsys, flags):
     """What a config tells is a bound; when the models are loaded, the error has the exact number."""
     message, longest = r"lacks \d+ bytes .* the longest prompt that fits has (at most )?(\d+) tokens, with 12 new", 400

@@ -15,7 +15,7 @@ from specdec_fast.drafters import DRAFTERS
 from specdec_fast.drafters.ngram.drafter import NgramDrafter, NgramIndex
 from specdec_fast.oracle.prompt_lookup import prompt_lookup
 from support.demo import MAX_NEW_TOKENS
-from support.grids import each_value_once
+from support.grids import each_value_once, grid
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
 
@@ -60,7 +60,7 @@ def test_every_short_stream_token_by_token(num_words, length):
     st.lists(st.integers(1, 80), min_size=1, max_size=12, unique=True),
     st.integers(1, 9),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_streams_that_grow_by_any_number_of_tokens(tokens, lengths, num_draft_tokens):
     assert_agrees(tokens, sorted(min(length, len(tokens)) for length in lengths), num_draft_tokens)
 
@@ -92,13 +92,13 @@ def test_whole_runs(monkeypatch, target, prompt_ids, expected, method, batch_siz
     monkeypatch.setitem(DRAFTERS, "ngram", Compared)
     engine = sd.Engine(target, "ngram", method=method, max_batch_size=batch_size, num_draft_tokens=num_draft_tokens)
     engine.drafter.skipped_steps = skipped_steps
-    outputs = engine.generate(prompt_ids, PARAMS)
-    assert [output.token_ids for output in outputs] == expected
+    outputs = engine.generate(prompt_ids[::2], PARAMS)
+    assert [output.token_ids for output in outputs] == expected[::2]
     assert engine.drafter.num_compared > engine.drafter.num_proposed / num_draft_tokens > 0
     assert not engine.drafter.indexes, "released sequences leave nothing behind"
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+@pytest.mark.parametrize("num_draft_tokens", grid([1, 5], keep=[5]))
 def test_steps_are_those_of_the_oracle(target, prompt_ids, num_draft_tokens):
     """The same proposals are accepted: each sequence needs as many steps as in the dense reference."""
     engine = sd.Engine(target, "ngram", num_draft_tokens=num_draft_tokens, max_batch_size=1)

@@ -78,7 +78,10 @@ CASES = {
 @pytest.mark.parametrize(
     ("executor", "case"),
     [
-        *(pytest.param("program", case, marks=needs_programs) for case in CASES),
+        *(
+            pytest.param("program", case, marks=[needs_programs, *[pytest.mark.grid] * (case in ("plain", "auto"))])
+            for case in CASES
+        ),
         *(pytest.param("pytorch", case, marks=() if case == "preempted" else pytest.mark.grid) for case in CASES),
     ],
 )
@@ -203,7 +206,9 @@ def test_a_request_whose_prompt_outlives_the_row_limit_ends_alone(monkeypatch):
     assert engine.core.pool.is_vacant
 
 
-@pytest.mark.parametrize("executor", [pytest.param("program", marks=needs_programs), "pytorch"])
+@pytest.mark.parametrize(
+    "executor", [pytest.param("program", marks=needs_programs), pytest.param("pytorch", marks=pytest.mark.grid)]
+)
 def test_a_drafter_that_a_budget_drops_costs_no_hidden_states(executor, monkeypatch):
     model = model_of()
     expected = expected_of(model, executor)

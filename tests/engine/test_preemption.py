@@ -76,11 +76,11 @@ def assert_vacant(engine):
     ("draft", "config"),
     [
         ("model", {}),
-        ("model", {"method": "eqspec"}),
+        pytest.param("model", {"method": "eqspec"}, marks=pytest.mark.grid),
         ("model", {"max_prefill_tokens": 5}),
         ("model", {"num_draft_tokens": "auto", "max_wait_steps": 1, "window_size": 8}),
         ("model", {"page_size": 1, "kv_cache_tokens": LARGEST}),
-        ("ngram", {}),
+        pytest.param("ngram", {}, marks=pytest.mark.grid),
         (None, {"max_wait_steps": 0}),
     ],
     ids=str,

@@ -11,6 +11,7 @@ from specdec_fast.engine.core import EngineCore
 from specdec_fast.errors import ConfigError
 from specdec_fast.runner.ragged_model import RaggedModel
 from support import eagle3
+from support.grids import each_value_once, grid
 from support.memory_errors import ERRORS
 from support.models import TINY_GROUPED, tiny_model, truncated_copy
 from support.prefixes import (
@@ -90,6 +91,7 @@ def test_running_requests_share_with_those_that_join_later(pair):
     assert core.pool.is_vacant
 
 
+@each_value_once
 @pytest.mark.parametrize("draft", [None, "model"])
 @pytest.mark.parametrize(
     "config", [{}, {"method": "eqspec"}, {"max_prefill_tokens": 30}, {"max_batch_size": 3}], ids=str
@@ -332,7 +334,7 @@ def test_a_caller_can_reset_it_while_requests_run(pair):
     assert_vacant(engine)
 
 
-@pytest.mark.parametrize("place", ["prefill", "verify_step", "commit"])
+@pytest.mark.parametrize("place", grid(["prefill", "verify_step", "commit"], keep=["commit"]))
 def test_a_step_without_memory_begins_anew_and_writes_no_shared_page(pair, expected, tmp_path, monkeypatch, place):
     """A drafter with taps needs hidden states again, of pages that others have as well."""
     eagle3.write_checkpoint(tmp_path, pair[0])

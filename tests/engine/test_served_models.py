@@ -13,6 +13,7 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.equivalence.compare import transformers_greedy
 from support.demo import MAX_NEW_TOKENS
+from support.grids import each_value_once
 from support.models import TINY, TINY_GROUPED, VOCAB_SIZE, tiny_model
 
 PARAMS = sd.SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
@@ -101,6 +102,7 @@ class Excluding(torch.nn.Module):
         return self.inner(hidden) + self.excluded
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("eager", [False, True])
 def test_ids_that_a_model_excludes_by_minus_infinity(dtype, eager):

@@ -14,7 +14,10 @@ from support.models import tiny_model
 
 @pytest.mark.parametrize(
     ("part", "message"),
-    [("", "training mode since"), ("transformer.h.1", r"other logits each time, and its module transformer\.h\.1")],
+    [
+        pytest.param("", "training mode since", marks=pytest.mark.grid),
+        ("transformer.h.1", r"other logits each time, and its module transformer\.h\.1"),
+    ],
 )
 def test_training_mode_after_the_engine_was_made(part, message):
     model = tiny_model("gpt2")

@@ -72,7 +72,7 @@ def assert_invariants_hold(pair, schedule):
     assert engine.engine.core.pool.num_free_pages == engine.engine.core.pool.num_pages
 
 
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(schedule=schedules)
 def test_invariants_hold_over_random_schedules(pair, schedule):
     assert_invariants_hold(pair, schedule)

@@ -42,7 +42,7 @@ def test_demo_pair_has_the_same_bits_in_every_batch(dtype, prompt_ids):
 
 
 @pytest.mark.parametrize("dtype", grid([torch.float32, torch.bfloat16], keep=[torch.bfloat16]), ids=str)
-@pytest.mark.parametrize("architecture", grid(list(WITH_CHUNKS), keep=list(WITH_CHUNKS)[::5]))
+@pytest.mark.parametrize("architecture", grid(list(WITH_CHUNKS), keep=list(WITH_CHUNKS)[:1]))
 def test_architectures_have_the_same_bits_in_every_batch(architecture, dtype):
     target = tiny_model(architecture)
     draft = truncated_copy(target, 2).to(dtype)

@@ -87,11 +87,13 @@ def test_a_changed_header_compiles_the_sources_that_include_it(checkout):
     assert checkout.build() == {"bindings.o", "ops/answer.o"}
 
 
+@pytest.mark.grid
 def test_changed_flags_compile_everything(checkout):
     assert checkout.build(SPECDEC_CXXFLAGS="-DANOTHER") == ALL
     assert checkout.build() == ALL
 
 
+@pytest.mark.grid
 def test_each_venv_keeps_its_own_object_files(checkout, tmp_path):
     other = Checkout(checkout.root, tmp_path / "venv")
     assert other.build() == ALL

@@ -35,7 +35,7 @@ def names_in_wheel(tmp_path: Path) -> list[str]:
 
 # With the extension, which takes long to compile even without optimisation, and without it.
 BUILDS = [
-    pytest.param({"SPECDEC_NO_CPP": "1"}, id="no_cpp"),
+    pytest.param({"SPECDEC_NO_CPP": "1"}, id="no_cpp", marks=pytest.mark.grid),
     pytest.param({"SPECDEC_CXXFLAGS": "-O0", "is_isolated": True}, id="cpp", marks=pytest.mark.grid),
 ]
 
@@ -88,6 +88,7 @@ def test_extension_needs_no_torch_library():
     assert "torch" not in needed.replace(str(ROOT), "")
 
 
+@pytest.mark.grid
 def test_missing_compiler_is_said_in_one_line(tmp_path):
     built = build_wheel(tmp_path, CC="no-such-compiler", CXX="no-such-compiler")
     assert built.returncode != 0

@@ -58,7 +58,7 @@ def test_texts_do_split_characters():
         assert INCOMPLETE in "".join(TOKENIZER.decode([token]) for token in ids_of(text))
 
 
-@fuzz(300)
+@fuzz(150)
 @given(
     text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=30).filter(lambda t: INCOMPLETE not in t)),
     cuts=cuts,
@@ -71,7 +71,7 @@ def test_pieces_of_a_text_add_up(text, cuts):
 
 
 # What a model emits need not be a text: broken characters and special tokens anywhere.
-@fuzz(300)
+@fuzz(150)
 @given(token_ids=st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40), cuts=cuts)
 @example(token_ids=[1, *ids_of("ü")[:1], 0, *ids_of("ü")[1:], 2], cuts=[1, 2, 3])
 def test_pieces_of_any_tokens_add_up(token_ids, cuts):

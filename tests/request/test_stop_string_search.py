@@ -63,7 +63,7 @@ class TestAgainstTheDefinition:
         taken += watched.take(last=True)
         assert (len(emitted), taken) == (num_tokens, text)
 
-    @fuzz(500)
+    @fuzz(250)
     @given(**arguments_of_check("ab", most_characters=25, most_cuts=25, longest_stop=5))
     def test_two_letters(self, text, cuts, stop, blocks):
         self.check(text, cuts, stop, blocks)
@@ -77,7 +77,7 @@ class TestAgainstTheDefinition:
 class TestManyStringsAtOnce:
     """The automaton against a search for every string by itself, over a text in several parts."""
 
-    @fuzz(300)
+    @fuzz(150)
     @given(
         strings=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=12).map(tuple),
         parts=st.lists(st.text("abc", max_size=8), max_size=6),

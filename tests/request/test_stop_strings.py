@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 import specdec_fast as sd
 from support.demo import MAX_NEW_TOKENS
-from support.grids import each_value_once
+from support.grids import each_value_once, grid
 from support.models import tiny_model
 from support.scripted import INCOMPLETE, ByteTokenizer, scripted_model
 
@@ -139,7 +139,7 @@ SETTINGS = [("none", 0, "eqspec"), ("none", 0, "exspec")] + [
 
 
 @each_value_once
-@pytest.mark.parametrize(("draft", "num_draft_tokens", "method"), SETTINGS)
+@pytest.mark.parametrize(("draft", "num_draft_tokens", "method"), grid(SETTINGS, keep=SETTINGS[1::7]))
 def test_every_case_in_one_batch(play, draft, num_draft_tokens, method):
     engine = play.engine(draft, num_draft_tokens, method)
     outputs = engine.generate(play.prompts, play.params)

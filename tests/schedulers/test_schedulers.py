@@ -80,7 +80,7 @@ schedule = {
 }
 
 
-@fuzz(150)
+@fuzz(80)
 @given(config=configs("exspec"), **schedule)
 def test_exspec_bounds_every_wait(config, seed, most_emitted, leaving):
     simulation = Simulation(make_scheduler(config), random.Random(seed))

@@ -8,6 +8,7 @@ import specdec_fast as sd
 from specdec_fast.server.app import create_app
 from support.asgi import served
 from support.chats import HELLO
+from support.grids import each_value_once
 
 MODEL = "demo"
 PROMPTS = ["Once upon a time", "The little dog", [41, 84, 90]]
@@ -32,6 +33,7 @@ def streamed(exchange):
     return [found[index] for index in sorted(found)], usage
 
 
+@each_value_once
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "params"),

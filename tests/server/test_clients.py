@@ -1,4 +1,4 @@
-"""The real process and the real ``openai`` client, synchronous and asynchronous; raw sockets; signals under load."""
+"""The command and the real ``openai`` client, synchronous and asynchronous; raw sockets; signals under load."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Literal
 
 import httpx
@@ -31,6 +34,7 @@ from specdec_fast.commands import serve
 from specdec_fast.server import app
 from specdec_fast.server.app import create_app
 from support.chats import HELLO, chat_tokenizer
+from support.grids import grid
 from support.source_tree import ROOT
 
 KEY = "a key"
@@ -47,13 +51,22 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def server(folder):
-    """A process of ``specdec-fast serve``; ``url`` is where it listens."""
+@pytest.fixture(scope="module", params=grid(["thread", "process"], keep=["thread"]))
+def server(request, folder):
+    """``specdec-fast serve``, in a thread of this process or in its own; ``url`` is where it listens."""
     options = ["--target", str(folder), "--draft", str(demo_pair() / "draft"), "--dtype", "float32", "--port", "0"]
     options += ["--served-model-name", "demo", "--max-waiting", "200", "--shutdown-timeout", "60", "--batch-size", "4"]
     options += ["--tool-call-parser", "hermes"]
     options.append("--no-access-log")  # nobody reads the pipes, which must not fill
+    with (in_thread if request.param == "thread" else in_process)(options) as found:
+        with httpx.Client() as client:
+            while not is_ready(client, found.url):
+                assert found.poll() is None
+        yield found
+
+
+@contextmanager
+def in_process(options):
     environment = {**os.environ, "SPECDEC_API_KEY": KEY, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "specdec_fast", "serve", *options]
     with subprocess.Popen(
@@ -64,12 +77,45 @@ def server(folder):
             line = process.stdout.readline().decode()
             assert line.startswith("specdec-fast serve: http://127.0.0.1:"), line
             process.url = line.split()[-1].removesuffix("/v1")  # type: ignore[attr-defined]
-            with httpx.Client() as client:
-                while not is_ready(client, process.url):  # type: ignore[attr-defined]
-                    assert process.poll() is None
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def in_thread(options):
+    """The start of a process takes most of the time of these tests. Only the main thread can handle signals."""
+    serve_application = serve._serve
+    starts = Queue()
+
+    async def observed(app, engine, listener, args):
+        task = asyncio.current_task()
+        starts.put((listener.getsockname(), partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)))
+        try:
+            await serve_application(app, engine, listener, args)
+        finally:
+            await engine.close()
+
+    def run():
+        try:
+            with suppress(asyncio.CancelledError):
+                main(["serve", *options, "--api-key", KEY])
+        finally:
+            starts.put(None)  # nobody waits for what failed to start
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(serve, "_SIGNALS", ())
+        patch.setattr(serve, "_serve", observed)
+        patch.setattr(serve, "_not_collected", nullcontext)
+        end = threads.submit(run)
+        start = starts.get()
+        if start is None:
+            end.result()
+        (host, port), cancel = start
+        try:
+            yield SimpleNamespace(url=f"http://{host}:{port}", poll=lambda: end.done() or None)
+        finally:
+            cancel()
 
 
 def is_ready(client, url):
@@ -234,6 +280,7 @@ class Egg(BaseModel):
     fresh: bool
 
 
+@pytest.mark.grid
 def test_answers_that_follow_a_pydantic_model(client):
     pytest.importorskip("xgrammar")
     request = {"model": "demo", "messages": HELLO, "temperature": 0, "max_tokens": 300}
@@ -320,6 +367,7 @@ def test_lm_eval_reads_the_log_probabilities_of_transformers(server, folder, tmp
     assert max(abs(float(sums) - double) for (sums, _), double in zip(found, exact, strict=True)) <= 2 * error
 
 
+@pytest.mark.parametrize("server", grid(["process"], keep=[]), indirect=True)
 def test_sigterm_under_load_finishes_the_requests(server, reference):
     """The last test of this file, because the process is gone after it; some requests may have ended at the signal."""
     fields = FIELDS | {"max_tokens": 300, "ignore_eos": True}

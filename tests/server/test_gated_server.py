@@ -18,6 +18,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
 from specdec_fast.commands import serve
 from specdec_fast.service import async_engine
+from support.grids import grid
 from support.services import Gate, vacant
 
 PROMPT = "Once upon a time"
@@ -155,7 +156,7 @@ def test_sigterm_finishes_what_is_under_way_and_refuses_the_rest(run_server, tar
         httpx.get(f"{url}/health", trust_env=False)
 
 
-@pytest.mark.parametrize("num_steps", [0, 20], ids=["before the first token", "in the middle"])
+@pytest.mark.parametrize("num_steps", grid({"before the first token": 0, "in the middle": 20}, keep=["in the middle"]))
 def test_a_connection_that_is_cut_cancels_its_request(run_server, num_steps):
     """A step emits five tokens of a choice at most, so 20 steps do not end it, and it can only be cancelled."""
     body = json.dumps(FIELDS | {"max_tokens": 450, "stream": True, "n": 8}).encode()

@@ -11,6 +11,7 @@ import specdec_fast as sd
 from specdec_fast.server.tool_calls.formats import FORMATS, Tool
 from specdec_fast.structured_outputs import compiling
 from specdec_fast.structured_outputs.compiling import Grammars
+from support.grids import each_value_once
 from support.slow_grammars import SLOW, stopped_process
 
 pytest.importorskip("xgrammar")
@@ -82,6 +83,7 @@ def test_a_schema_with_texts_has_two_masks(grammars):
     assert not masks[1].advance(control)
 
 
+@each_value_once
 @pytest.mark.parametrize("is_free", [False, True], ids=["required", "auto"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_arguments_of_calls_have_two_masks(grammars, name, is_free):

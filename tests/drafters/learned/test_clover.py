@@ -64,7 +64,7 @@ class Compared(ComparedTrees):
 @pytest.mark.parametrize(
     ("options", "config"),
     [
-        ({}, {"draft_tree": TREE}),
+        pytest.param({}, {"draft_tree": TREE}, marks=pytest.mark.grid),
         ({"num_blocks": 2, "qk_norm": True}, {"max_prefill_tokens": 7, "num_draft_tokens": 2, "draft_tree": TREE}),
         ({"num_heads": 4}, {"kv_cache_tokens": 64, "page_size": 4, "enforce_eager": True, "draft_tree": TREE}),
     ],

@@ -13,6 +13,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.dflash.drafter import DFlashDrafter
 from support.dflash import BLOCK, dense_block, write_checkpoint
+from support.grids import grid
 from support.simulated_engine import SimulatedEngine
 
 OPTIONS = {
@@ -33,7 +34,7 @@ def make(folder, target, model, options, seed=0):
     return SimulatedEngine(model, drafter, partial(dense_block, weights, options), seed)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", grid(OPTIONS, keep=["windows", "causal", "gated"]))
 def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options):
     engine = make(tmp_path, target, model, options)
     params = [sd.SamplingParams(), sd.SamplingParams(temperature=1.0), sd.SamplingParams(temperature=0.7, top_k=9)]

@@ -18,7 +18,7 @@ from specdec_fast.trees.growing import GrowingTree
 from specdec_fast.trees.parents import ROOT
 from specdec_fast.trees.static import StaticTree
 from support.eagle3 import dense_chain, write_checkpoint
-from support.grids import each_value_once
+from support.grids import each_value_once, grid
 from support.models import VOCAB_SIZE
 from support.simulated_engine import SimulatedEngine
 from support.trees import trees_of
@@ -46,7 +46,7 @@ def make(tmp_path, target, model, options, seed=0, enforce_eager=False, draft_tr
 
 @each_value_once
 @eagerly_too
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", grid(OPTIONS, keep=["subset", "deep"]))
 def test_proposals_are_those_of_the_formulas(tmp_path, target, model, options, enforce_eager):
     engine = make(tmp_path, target, model, options, enforce_eager=enforce_eager)
     sequences = engine.new_sequences((1, 2, 21, 9), PARAMS)
@@ -68,6 +68,7 @@ def test_one_call_projects_and_drafts(tmp_path, target, model, monkeypatch):
         engine.step(some, 4, least=1)
 
 
+@each_value_once
 @eagerly_too
 @pytest.mark.parametrize("tree", [11, ((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0))], ids=["dynamic", "static"])
 def test_trees_are_those_of_the_formulas(tmp_path, target, model, tree, enforce_eager):

@@ -9,7 +9,7 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.runner.row_module import RowModule
 from support.eagle3 import write_checkpoint
-from support.grids import combinations, grid
+from support.grids import combinations, each_value_once, grid
 from support.programs import needs_programs
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 1, 4, 1, 5]]
@@ -81,6 +81,7 @@ def test_a_vocabulary_of_many_blocks_is_ranked_alike(settings):
     assert [draft.token_ids.tolist() for draft in drafts] == [draft.token_ids.tolist() for draft in expected_drafts]
 
 
+@each_value_once
 @needs_programs
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["program", "PyTorch"])
 @pytest.mark.parametrize("temperatures", [[0.0], [1.0], [0.0, 1.0]], ids=str)

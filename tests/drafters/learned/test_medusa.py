@@ -57,7 +57,7 @@ class Compared(ComparedTrees):
 @pytest.mark.parametrize(
     ("num_blocks", "config"),
     [
-        (1, {"draft_tree": TREE}),
+        pytest.param(1, {"draft_tree": TREE}, marks=pytest.mark.grid),
         (2, {"max_prefill_tokens": 7, "num_draft_tokens": 2, "draft_tree": "chain"}),
         (0, {"kv_cache_tokens": 48, "draft_tree": TREE, "num_draft_tokens": 3}),
     ],

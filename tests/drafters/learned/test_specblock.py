@@ -156,10 +156,10 @@ class Compared:
 @pytest.mark.parametrize(
     ("options", "config"),
     [
-        ({}, {"num_draft_tokens": 8}),
+        pytest.param({}, {"num_draft_tokens": 8}, marks=pytest.mark.grid),
         ({"draft_vocab_size": 40, "num_layers": 3}, {"max_prefill_tokens": 7, "num_draft_tokens": 3}),
         ({"seed": 1}, {"kv_cache_tokens": 48, "page_size": 4, "num_draft_tokens": 5}),
-        ({"seed": 2}, {"draft_tree": "chain", "num_draft_tokens": 7}),
+        pytest.param({"seed": 2}, {"draft_tree": "chain", "num_draft_tokens": 7}, marks=pytest.mark.grid),
     ],
     ids=["two-blocks", "subset", "short-of-pages", "chain"],
 )
