@@ -108,7 +108,7 @@ def test_a_step_lays_out_its_rows_in_one_copy(model, monkeypatch):
 def test_preemption_changes_no_token(pair, graphs_on_cpu):
     """Block tables of preempted sequences change; the graphs stay."""
     expected = [output.token_ids for output in sd.Engine(*pair, enforce_eager=True).generate(PROMPTS, PARAMS)]
-    engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3, page_size=4, kv_cache_tokens=48)
+    engine = sd.Engine(*pair, max_batch_size=3, num_draft_tokens=3, page_size=4, kv_cache_tokens=32)
     assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
     assert engine.last_run.num_preemptions
     assert engine.describe()["graphs_captured"] > 0

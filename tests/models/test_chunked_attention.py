@@ -18,7 +18,7 @@ from support.models import TINY_GROUPED, VOCAB_SIZE, tiny_model, truncated_copy
 
 NEW_TOKENS = 12
 # Alone, less than a chunk of eight positions, and several chunks.
-PROMPTS = [[(7 * i + 3 * n) % VOCAB_SIZE for i in range(n)] for n in (1, 7, 21, 40)]
+PROMPTS = [[(7 * i + 3 * n) % VOCAB_SIZE for i in range(n)] for n in (1, 7, 13, 28)]
 
 
 def llama4(dtype: torch.dtype = torch.float32, tuning: bool = True, **options: object) -> torch.nn.Module:
