@@ -77,7 +77,7 @@ def plain():
 @combinations(
     is_mixture={"dense": False, "mixture": True},
     dtype=[torch.float32, torch.bfloat16, torch.float16],
-    drafter=["ngram", "model"],
+    drafter=["model", "ngram"],
     num_draft_tokens=[1, 4],
     batch_size=[1, 4],
     prefill={"whole": {}, "chunked": {"max_prefill_tokens": 5}},

@@ -101,10 +101,10 @@ def test_comparison_rejects_a_chunk_that_begins_a_row_early(small_pieces, monkey
 
 def test_other_pieces_give_other_bits(small_pieces, monkeypatch):
     # negative control of the comparison above
-    split, unsplit = split_and_not(PIECES["chain"], torch.float32, monkeypatch)
+    split, unsplit = split_and_not(PIECES["no_rows"], torch.float32, monkeypatch)
     monkeypatch.setattr(module, "PIECE", 2 * SMALL_PIECE)
     assert same_bits(split, unsplit)
-    assert not same_bits(attention(**make(PIECES["chain"])), split)
+    assert not same_bits(attention(**make(PIECES["no_rows"])), split)
 
 
 # The batch is not split (6 programs) and a part of it is (2): decoding, chunks, and a sequence alone against the batch.
