@@ -74,7 +74,8 @@ def check(wheel: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "-m", "venv", folder)
         python = str(Path(folder, "bin/python"))
-        install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--no-index")
+        options = ("--quiet", "--disable-pip-version-check", "--no-compile", "--no-index")
+        install = (python, "-m", "pip", "install", *options)
         run(*install, "--no-deps", str(wheel), cwd=folder)
         # What the wheel requires comes from this venv, behind the fresh one: torch takes minutes to download. The .pth
         # of this venv's editable install is not read there.
