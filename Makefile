@@ -13,7 +13,7 @@ CLIENTS_PIP := .venv-clients/bin/pip install --quiet --disable-pip-version-check
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .PHONY: demo test test-rest test-all test-oldest test-newest test-clients lint report docs sanitize bench soak exactness sweep \
-  gpu-check clean
+  gpu-check dist dist-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -93,6 +93,14 @@ test-clients: $(VENV)/.installed-test
 	CLIENTS_PYTHON=$(abspath .venv-clients/bin/python) CLIENTS_NODE_MODULES=$(abspath .venv-clients/node/node_modules) \
 	  $(VENV)/bin/python -m pytest tests/server/test_clients.py
 
+# A release in dist/: the source distribution, the manylinux wheel of this Python, and the demo in a fresh venv that has
+# the wheel and no compiler. Five minutes on two cores; dist-check repeats the demo.
+dist: $(VENV)/.installed-dist
+	$(VENV)/bin/python tools/release.py
+
+dist-check: $(VENV)/.installed-dist
+	$(VENV)/bin/python tools/release.py check
+
 # One stamp per set of extras: a second run installs nothing, a changed C++ file compiles again, alone (setup.py).
 $(VENV)/.installed: $(BUILD_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -123,6 +131,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.installed-dist: $(VENV)/.installed
+	$(PIP) --editable '.[dist]'
 	@touch $@
 
 clean:
