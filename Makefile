@@ -94,7 +94,7 @@ test-clients: $(VENV)/.installed-test
 	  $(VENV)/bin/python -m pytest tests/server/test_clients.py
 
 # A release in dist/: the source distribution, the manylinux wheel of this Python, and the demo in a fresh venv that has
-# the wheel and no compiler. Five minutes on two cores; dist-check repeats the demo.
+# the wheel and no compiler. Everything compiles anew; dist-check repeats only the demo.
 dist: $(VENV)/.installed-dist
 	$(VENV)/bin/python tools/release.py
 

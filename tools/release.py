@@ -72,10 +72,11 @@ def check(wheel: Path) -> None:
     if len(libraries) != 1 or not libraries[0].startswith("specdec_fast/_C."):
         sys.exit(f"release: {wheel.name} should hold one library, specdec_fast/_C.*.so; it holds {libraries}.")
     with tempfile.TemporaryDirectory() as folder:
-        run(sys.executable, "-m", "venv", folder)
+        # With the pip of this venv: the setuptools that a new venv may have would hide a newer one, which torch wants.
+        run(sys.executable, "-m", "venv", "--without-pip", folder)
         python = str(Path(folder, "bin/python"))
         options = ("--quiet", "--disable-pip-version-check", "--no-compile", "--no-index")
-        install = (python, "-m", "pip", "install", *options)
+        install = (sys.executable, "-m", "pip", "--python", python, "install", *options)
         run(*install, "--no-deps", str(wheel), cwd=folder)
         # What the wheel requires comes from this venv, behind the fresh one: torch takes minutes to download. The .pth
         # of this venv's editable install is not read there.
@@ -94,7 +95,7 @@ def run(*command: str, cwd: str | Path = ROOT, **environment: str) -> None:
     inherited["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)))
     ended = subprocess.run(command, cwd=cwd, env={**inherited, **environment}, check=False)
     if ended.returncode:
-        sys.exit(f"release: {' '.join(command[:4])} ... failed with exit status {ended.returncode}, see above.")
+        sys.exit(f"release: {' '.join(command[:6])} ... failed with exit status {ended.returncode}, see above.")
 
 
 def wheel_of_this_python() -> Path:

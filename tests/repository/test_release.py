@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import pytest
-from release import changelog_version, check_version
+from release import changelog_version, check, check_version
 
 import specdec_fast as sd
 from support.source_tree import ROOT
@@ -26,3 +28,13 @@ def test_another_version_in_the_changelog_ends_the_release():
 def test_a_changelog_without_a_section_ends_the_release():
     with pytest.raises(SystemExit, match=r"expected a heading such as '## 1\.2\.0"):
         changelog_version("# Changelog\n")
+
+
+@pytest.mark.parametrize("libraries", [[], ["specdec_fast/_C.so", "specdec_fast.libs/libgomp-24e2ab19.so.1.0.0"]])
+def test_a_wheel_without_the_extension_or_with_a_second_openmp_is_refused(tmp_path, libraries):
+    wheel = tmp_path / "made.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in libraries:
+            archive.writestr(name, b"")
+    with pytest.raises(SystemExit, match=r"made\.whl should hold one library"):
+        check(wheel)
