@@ -149,6 +149,17 @@ def test_a_preempted_request_has_one_text(target, prompt_ids):
     assert sorted(engine.drafter.index.finished()) == sorted(texts)
 
 
+def test_a_cancelled_request_may_leave(target, prompt_ids):
+    engine = sd.Engine(target, "suffix", max_batch_size=2)
+    engine.drafter.index.max_tokens = 0
+    stream = engine.stream(prompt_ids[:2], sd.SamplingParams(max_new_tokens=60, ignore_eos=True))
+    for _ in range(4):
+        next(stream)
+    stream.close()
+    engine.generate(prompt_ids[:1], PARAMS)
+    assert engine.drafter.index.num_tokens == 0
+
+
 def test_texts_are_saved_and_loaded(target, prompt_ids, expected, tmp_path):
     first = sd.Engine(target, "suffix")
     first.generate(prompt_ids, PARAMS)

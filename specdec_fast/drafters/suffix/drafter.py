@@ -52,7 +52,7 @@ class SuffixDrafter(TreeDrafter):
         self.index = SuffixIndex(max_tokens)
         self._device = context.device
         self._vocab_size = context.target.vocab_size
-        self._numbers: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # of texts that grow
+        self._numbers: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # of texts that may grow
         self._file = file
         if file is not None:
             self.load(file)
@@ -89,12 +89,14 @@ class SuffixDrafter(TreeDrafter):
 
     def release(self, sequence: Sequence) -> None:
         self._extend(sequence)
-        if sequence.finish_reason is not None:  # else it gave its pages to others, and comes back
-            self.index.end(self._numbers.pop(sequence))
+        self.index.end(self._numbers[sequence])
+        if sequence.finish_reason is not None:  # else it gave its pages to others and comes back, or was cancelled
+            del self._numbers[sequence]
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         for number in self._numbers.values():  # an interrupted run may have left some
-            self.index.end(number)
+            if number in self.index:
+                self.index.end(number)
         self._numbers.clear()
 
     def clear(self) -> None:
@@ -121,7 +123,7 @@ class SuffixDrafter(TreeDrafter):
 
     def _extend(self, sequence: Sequence) -> None:
         number = self._numbers.get(sequence)
-        if number is None:
+        if number is None or number not in self.index:
             number = self._numbers[sequence] = self.index.begin()
         self.index.extend(number, sequence.token_ids)
 

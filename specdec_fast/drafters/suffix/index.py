@@ -41,38 +41,41 @@ class SuffixIndex:
         self.max_tokens = max_tokens
         self.num_tokens = 0  # of all texts
         self._texts: OrderedDict[int, list[int]] = OrderedDict()  # by number, the least recently used first
-        self._num_indexed: dict[int, int] = {}  # of the texts that still grow: tokens whose n-grams are in the tables
+        self._growing: set[int] = set()
         self._next = 0
         self._num_left = 0  # tokens of texts that have left since the tables were made
         self._tables: dict[int, dict[tuple[int, ...], deque[int]]] = {n: {} for n in SIZES}
 
+    def __contains__(self, number: object) -> bool:
+        """Return whether the text of this number has not left."""
+        return number in self._texts
+
     def begin(self) -> int:
         """Return the number of a new text, which grows by ``extend``."""
         self._texts[self._next] = []
-        self._num_indexed[self._next] = 0
         self._next += 1
         return self._next - 1
 
     def extend(self, number: int, token_ids: list[int]) -> None:
-        """Make ``token_ids`` the tokens of a text that grows; they begin with those that it has.
+        """Make ``token_ids`` the tokens of a text that has not left; they begin with those that it has.
 
-        The last n-gram is added once a token follows it.
+        The last n-gram is added once a token follows it. The text does not leave before ``end``.
         """
+        self._growing.add(number)
         text = self._texts[number]
-        grown = token_ids[len(text) :]
-        text += grown
-        self.num_tokens += len(grown)
-        self._add_ngrams(number, self._num_indexed[number])
-        self._num_indexed[number] = len(text)
+        num_indexed = len(text)
+        text += token_ids[num_indexed:]
+        self.num_tokens += len(text) - num_indexed
+        self._add_ngrams(number, num_indexed)
 
     def end(self, number: int) -> None:
-        """Let a text grow no more; texts leave while there are more than ``max_tokens`` tokens."""
-        del self._num_indexed[number]
+        """Let a text grow no more for now; texts leave while there are more than ``max_tokens`` tokens."""
+        self._growing.discard(number)
         self._used(number)
         for oldest in list(self._texts):
             if self.num_tokens <= self.max_tokens:
                 break
-            if oldest not in self._num_indexed:
+            if oldest not in self._growing:
                 left = len(self._texts.pop(oldest))
                 self.num_tokens -= left
                 self._num_left += left
@@ -102,7 +105,7 @@ class SuffixIndex:
 
     def finished(self) -> Iterator[list[int]]:
         """Yield the texts that grow no more, the least recently used first."""
-        return (text for number, text in self._texts.items() if number not in self._num_indexed)
+        return (text for number, text in self._texts.items() if number not in self._growing)
 
     def _positions(self, ngram: tuple[int, ...]) -> list[int]:
         """Return the positions behind copies, the latest first, in texts that have not left."""
