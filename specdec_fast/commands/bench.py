@@ -20,6 +20,7 @@ from specdec_fast.commands.common import (
     add_target_options,
     backend_settings,
     drafter_names,
+    drawing,
     expect_writable,
     format_table,
     num_draft_tokens,
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     expect_at_least("--repeats", args.repeats, 1)
     job = _job(args)
     pair = _Pair(args)
-    draw = _drawing(args.plot) if args.plot else None
+    draw = drawing(args.plot, "draw_speeds") if args.plot else None
     for path in filter(None, (args.json, args.plot)):
         expect_writable(path)
     settings = [PLAIN, *((draft, k) for draft in pair.drafts for k in args.num_draft_tokens if k != 0)]
@@ -231,14 +232,3 @@ def _command(args: argparse.Namespace, config: EngineConfig, draft: str, k: int 
     }
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     return ["specdec-fast", "serve", *words, *(["--enforce-eager"] if config.enforce_eager else [])]
-
-
-def _drawing(path: Path) -> Any:
-    """Return the function that draws the figures; called before anything is decoded, so that errors come first."""
-    try:
-        from specdec_fast.commands.plots import draw_speeds, formats
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}); pip install '.[bench]'.") from None
-    if path.suffix.removeprefix(".") not in formats():
-        raise ConfigError(f"--plot {path.name}: expected a name that ends in one of .{', .'.join(formats())}.")
-    return draw_speeds

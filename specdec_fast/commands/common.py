@@ -6,7 +6,7 @@ import argparse
 import json
 import reprlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,21 @@ def expect_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}.") from None
     if not existed:
         path.resolve().unlink()  # a link stays, whose file did not exist
+
+
+def drawing(path: Path, name: str) -> Callable[..., None]:
+    """Return the function of ``plots.py`` of this name; called before hours of decoding, so that errors come first.
+
+    Raises ConfigError if matplotlib is missing, or cannot write a file of this kind.
+    """
+    try:
+        from specdec_fast.commands import plots
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib ({error}); pip install '.[bench]'.") from None
+    if path.suffix.removeprefix(".") not in plots.formats():
+        raise ConfigError(f"--plot {path.name}: expected a name that ends in one of .{', .'.join(plots.formats())}.")
+    function: Callable[..., None] = getattr(plots, name)
+    return function
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -16,6 +16,7 @@ from specdec_fast.commands.common import (
     add_quantization_options,
     backend_settings,
     drafter_names,
+    drawing,
     expect_writable,
     format_table,
     num_draft_tokens,
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report. Exit status 1 if an output differs from plain decoding, or in fp32 from ``transformers``."""
     matrix = matrix_of(args)
-    draw = _drawing(args.plot) if args.plot else None
+    draw = drawing(args.plot, "draw_exactness") if args.plot else None
     for path in filter(None, (args.json, args.plot)):
         expect_writable(path)
     report = run_matrix(matrix, _prompts(args, matrix), lambda text: print(text, file=sys.stderr))
@@ -200,14 +201,3 @@ def _earliest(comparisons: dict[int, Comparison]) -> str:
         return "-"
     best, second = first.best_logits
     return f"prompt {first.index}, token {first.position}: {best:.6g}, {second:.6g} (gap {first.gap:.1e})"
-
-
-def _drawing(path: Path) -> Any:
-    """Return the function that draws the report; called before hours of decoding, so that errors come first."""
-    try:
-        from specdec_fast.commands.plots import draw_exactness, formats
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}); pip install '.[bench]'.") from None
-    if path.suffix.removeprefix(".") not in formats():
-        raise ConfigError(f"--plot {path.name}: expected a name that ends in one of .{', .'.join(formats())}.")
-    return draw_exactness

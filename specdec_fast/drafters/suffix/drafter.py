@@ -195,7 +195,8 @@ def heaviest_tree(copies: list[Copy], depth: int, num_nodes: int) -> TreeNodes:
     tokens = [token for _, token in nodes]
     heaviest = sorted(range(len(sums)), key=sums.__getitem__, reverse=True)[:num_nodes]
     kept = depth_first(heaviest, parents)
-    scores = [log(sums[node] / (sum(weights) + 1.0)) for node in kept]
+    total = sum(weights) + 1.0
+    scores = [log(sums[node] / total) for node in kept]
     return TreeNodes([tokens[node] for node in kept], parents_among(kept, parents), scores)
 
 

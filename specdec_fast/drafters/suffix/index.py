@@ -72,7 +72,7 @@ class SuffixIndex:
         """Let a text grow no more for now; texts leave while there are more than ``max_tokens`` tokens."""
         self._growing.discard(number)
         self._used(number)
-        for oldest in list(self._texts):
+        for oldest in list(self._texts) if self.num_tokens > self.max_tokens else ():
             if self.num_tokens <= self.max_tokens:
                 break
             if oldest not in self._growing:
