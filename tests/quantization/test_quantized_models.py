@@ -27,6 +27,7 @@ from support.experts import tiny_mixture
 from support.grids import combinations, each_value_once, grid
 from support.models import CONFIGS, tiny_model
 from support.recurrent_models import recurrent_model
+from support.scripted_drafter import Scripted
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16]]
 PARAMS = [
@@ -164,7 +165,7 @@ def plain(pair, quantization):
 
 @each_value_once
 @combinations(
-    drafter=["model", "ngram"],
+    drafter=["model", "scripted"],
     settings={
         "alone-exspec": {"max_batch_size": 1, "num_draft_tokens": 4, "method": "exspec"},
         "all-eqspec-chunks": {"max_batch_size": 8, "num_draft_tokens": 7, "method": "eqspec", "max_prefill_tokens": 3},
@@ -173,10 +174,12 @@ def plain(pair, quantization):
 )
 def test_bits_equal_plain_decoding(pair, plain, quantization, drafter, settings, enforce_eager):
     target, draft = pair
-    source = draft if drafter == "model" else drafter
     options = {"quantization": quantization, "enforce_eager": enforce_eager}
-    if source is draft:
+    if drafter == "model":
+        source = draft
         options["draft_quantization"] = quantization
+    else:
+        source = Scripted(lambda sequence, limit: [(sequence.token_ids[-1] + i) % 97 for i in range(limit)])
     engine = sd.Engine(target, source, **settings, **options)
     assert engine.target.has_program != enforce_eager, engine.target.why_no_program
     assert results(engine) == plain(enforce_eager)
