@@ -68,6 +68,7 @@ class Sequence:
     num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self._params_edit_logits = self.params.edits_logits  # a step asks several times
         if self.params.logprobs:
             self.logprobs = []
         if self.params.num_top_logprobs:
@@ -120,7 +121,7 @@ class Sequence:
     @property
     def edits_logits(self) -> bool:
         """Whether something other than temperature and filters changes its logits: a penalty, a bias, a mask."""
-        return self.params.edits_logits or self.masks is not None
+        return self._params_edit_logits or self.masks is not None
 
     @property
     def num_remaining(self) -> int:
