@@ -135,10 +135,30 @@ std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::
   return {std::move(found.emissions), std::move(found.paths), found.seconds};
 }
 
+void bind_exchange(py::module_& m) {
+  using Widths = std::vector<std::int64_t>;
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();  // another thread may have to abort
+  py::class_<RankExchange>(m, "RankExchange")
+      .def(py::init([](std::uintptr_t memory, std::int64_t chunk_bytes, int rank, int num_ranks, double timeout) {
+        return new RankExchange(pointer<void>(memory), chunk_bytes, rank, num_ranks, timeout);
+      }))
+      .def_static("bytes_for", &RankExchange::bytes_for)
+      .def("sum", [](RankExchange& self, int dtype, std::uintptr_t in, std::uintptr_t out, std::int64_t size) {
+        self.sum(static_cast<DType>(dtype), pointer<const void>(in), pointer<void>(out), size);
+      }, unlocked)
+      .def("concatenate", [](RankExchange& self, std::uintptr_t in, std::uintptr_t out, std::int64_t num_rows,
+                             const Widths& widths) {
+        self.concatenate(pointer<const void>(in), pointer<void>(out), num_rows, widths);
+      }, unlocked)
+      .def("abort", &RankExchange::abort)
+      .def_property_readonly("is_aborted", &RankExchange::is_aborted);
+}
+
 }  // namespace
 
 void bind_program(py::module_& m) {
   using Sizes = std::vector<std::int64_t>;
+  bind_exchange(m);
   py::class_<Program>(m, "Program")
       .def(py::init([](int dtype, const std::vector<std::array<std::int64_t, 3>>& shapes, const Sizes& bytes) {
         std::vector<KVShape> layers;
@@ -220,6 +240,12 @@ void bind_program(py::module_& m) {
                                pointer<const float>(constants[0]), pointer<const float>(constants[1]), sizes[0], sizes[1],
                                sizes[2], sizes[3], sizes[4]});
            })
+      .def("add_exchange",
+           [](Program& self, RankExchange& ranks, int dtype, int domain, std::array<int, 2> buffers, const Sizes& widths) {
+             self.add(ExchangeStep{&ranks, static_cast<DType>(dtype), static_cast<Domain>(domain), buffers[0], buffers[1],
+                                   widths});
+           },
+           py::keep_alive<1, 2>())
       .def("add_gather", [](Program& self, int in, int out) { self.add(GatherStep{in, out}); })
       .def(
           "run",

@@ -50,7 +50,7 @@ struct RowOps {
 
 struct Program::Step {
   std::variant<RowOps, LinearStep, PackedLinearStep, GroupedLinearStep, GroupedPackedLinearStep, AppendStep, AttendStep,
-               ConvolveStep, AttendLinearlyStep, ScanStep, GatherStep>
+               ConvolveStep, AttendLinearlyStep, ScanStep, GatherStep, ExchangeStep>
       what;
 };
 
@@ -98,6 +98,7 @@ void Program::add(const GroupedLinearStep& step) {
 void Program::add(const AppendStep& step) { steps_.push_back({step}); }
 void Program::add(const AttendStep& step) { steps_.push_back({step}); }
 void Program::add(const GatherStep& step) { steps_.push_back({step}); }
+void Program::add(const ExchangeStep& step) { steps_.push_back({step}); }
 
 void Program::add(const ConvolveStep& step) {
   num_states_ = std::max(num_states_, step.state + 1);
@@ -193,6 +194,8 @@ void Program::run(const Forward& forward) {
       run_attend_linearly(*linearly, run);
     } else if (const auto* scan = std::get_if<ScanStep>(&step.what)) {
       run_scan(*scan, run);
+    } else if (const auto* exchange = std::get_if<ExchangeStep>(&step.what)) {
+      run_exchange(*exchange, run);
     } else {
       run_gather(std::get<GatherStep>(step.what), run);
     }

@@ -13,6 +13,7 @@
 #include "kernels/dtype.h"
 #include "ops/quantized_linear.h"
 #include "ops/recurrent_rows.h"
+#include "program/rank_exchange.h"
 #include "program/rowwise.h"
 
 namespace specdec {
@@ -123,6 +124,14 @@ struct GatherStep {  // takes the rows whose logits are wanted
   int in, out;
 };
 
+struct ExchangeStep {  // sums a buffer over the ranks of a sharded model, or concatenates its rows
+  RankExchange* ranks;
+  DType dtype;
+  Domain domain;
+  int in, out;
+  std::vector<std::int64_t> widths;  // bytes of a row, by rank; none: a sum
+};
+
 // The KV entry of one layer: num_kv_heads keys of key_dim numbers, and as many values of value_dim numbers.
 struct KVShape {
   std::int64_t num_kv_heads, key_dim, value_dim;
@@ -183,6 +192,7 @@ class Program {
   void add(const AttendLinearlyStep& step);
   void add(const ScanStep& step);
   void add(const GatherStep& step);
+  void add(const ExchangeStep& step);
 
   // Runs one forward; one call at a time. Throws std::out_of_range if an index lies outside its array or table, and
   // std::invalid_argument if it has no memory for hidden states that the program computes, or none of its inputs.
@@ -214,6 +224,7 @@ class Program {
   void run_attend_linearly(const AttendLinearlyStep& step, const Run& run) const;
   void run_scan(const ScanStep& step, const Run& run) const;
   void run_gather(const GatherStep& step, const Run& run) const;
+  void run_exchange(const ExchangeStep& step, const Run& run) const;
 
   DType dtype_;
   std::vector<KVShape> layers_;

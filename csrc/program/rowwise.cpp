@@ -148,6 +148,17 @@ void embed(const RowOp& op, const RowPlace& place) {
   std::memcpy(address(op.out, place), op.in[0].constant + row * bytes, static_cast<std::size_t>(bytes));
 }
 
+// A table that has the rows of a part of the vocabulary.
+void embed_part(const RowOp& op, const RowPlace& place) {
+  const std::int64_t row = place.token_id - static_cast<std::int64_t>(op.scalar);
+  const auto bytes = static_cast<std::size_t>(op.num_vectors() * op.out.length * item_size(op.out.dtype));
+  if (row < 0 || row >= op.table_rows) {
+    std::memset(address(op.out, place), 0, bytes);
+  } else {
+    std::memcpy(address(op.out, place), op.in[0].constant + static_cast<std::size_t>(row) * bytes, bytes);
+  }
+}
+
 }  // namespace
 
 std::int64_t RowOp::size() const {
@@ -164,6 +175,7 @@ RowOp prepared(RowOp op) {
 
 void run_row_op(const RowOp& op, const RowPlace& place, RowScratch& scratch) {
   if (op.code == RowCode::kEmbedding) return embed(op, place);
+  if (op.code == RowCode::kEmbeddingPart) return embed_part(op, place);
   const Shape results = shape_of(op.out, op);
   if (op.code == RowCode::kPosition || op.code == RowCode::kTokenId) {
     const std::int64_t number = op.code == RowCode::kPosition ? place.position : place.token_id;

@@ -28,6 +28,7 @@ enum class RowCode : int {
   kTokenId, kPosition,       // the row's token id or position, plus `scalar`
   kEmbedding,                // a row of the table in[0]: number in[1] if there is one, else that of the token, or of the
                              // position plus `scalar`
+  kEmbeddingPart,            // the row of the table in[0] with number token minus `scalar`; zeros if the table has none
 };
 
 constexpr int kMaxRank = 4;

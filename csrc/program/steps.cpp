@@ -196,4 +196,14 @@ void Program::run_gather(const GatherStep& step, const Run& run) const {
   }
 }
 
+void Program::run_exchange(const ExchangeStep& step, const Run& run) const {
+  const Location &from = run.buffers[step.in], &to = run.buffers[step.out];
+  const std::int64_t num_rows = run.num_rows(step.domain);
+  if (step.widths.empty()) {
+    step.ranks->sum(step.dtype, from.base, to.base, num_rows * from.row_stride / item_size(step.dtype));
+  } else {
+    step.ranks->concatenate(from.base, to.base, num_rows, step.widths);
+  }
+}
+
 }  // namespace specdec

@@ -27,9 +27,11 @@ from specdec_fast.models import model_checks
 from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
 from specdec_fast.models.probe import named_failures, probe_of
+from specdec_fast.models.sharded import has_shards, sharded_copy
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.program.executors import DeviceProgram, ForwardProgram, executor_for
+from specdec_fast.ranks.exchange import Ranks
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.cpp import CppRunner
 from specdec_fast.runner.drafting import choices_of
@@ -49,7 +51,7 @@ class RaggedModel:
     """A causal language model that computes any rows of any sequences in one forward.
 
     Attributes:
-        model: the Hugging Face model, as given.
+        model: the Hugging Face model, as given; of a sharded one, a copy over this process's part of the weights.
         hf: runs its forwards by PyTorch.
         layout: shapes and dtype of the KV entries of one position, and of the recurrent states of a sequence. These
             have room for ``most_draft_tokens`` of a verification, or of a proposal.
@@ -75,6 +77,10 @@ class RaggedModel:
         most_draft_tokens: int = MOST_DRAFT_TOKENS,
     ) -> None:
         model_checks.check_decoder(model)
+        self.is_sharded = is_sharded(model)
+        ranks: Ranks | None = None
+        if has_shards(model):
+            model, ranks = sharded_copy(model)
         self.model = model
         self.ops = ops
         self.page_size = page_size
@@ -93,11 +99,11 @@ class RaggedModel:
             self._executor = None
             self.why_no_program = "enforce_eager=True"
             self._capture = None
-        self.is_sharded = is_sharded(model)
-        if self.is_sharded:  # a program and a graph would lack what its hooks send to the other processes
-            self._executor = None
-            self.why_no_program = "its weights are sharded over processes"
+        if self.is_sharded:  # a graph has recorded no exchange between processes yet
             self._capture = None
+            if ranks is None or ranks.native is None:
+                self._executor = None
+                self.why_no_program = "its weights are sharded over processes that share no memory"
         self.graphs: Graphs | None = None
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)

@@ -1,4 +1,4 @@
-"""A target that transformers' own tensor-parallel plan shards over two processes, on a CPU with Gloo."""
+"""Targets that transformers' own tensor-parallel plan shards over several processes, on a CPU."""
 
 from __future__ import annotations
 
@@ -7,42 +7,94 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from support import sharded
 from support.source_tree import ROOT
 
-NUM_PROCESSES = 2
+WAYS = ["torch.float32 program", "torch.float32 eager", "torch.bfloat16 program", "torch.bfloat16 eager"]
+SIZES = {
+    "vocab_size": 67,  # no multiple of the number of processes
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+def processes(folder, num_processes, *source):
+    pytest.importorskip("accelerate")  # transformers needs it for plans
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    command += [sharded.__file__, str(folder), *source]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def expect_equal_bits(found, ways=WAYS):
+    assert all(found["exchanged"].values()), found["exchanged"]
+    for way in ways:
+        each = found[way]
+        assert each["program"] == ("program" in way)
+        assert not each["one_by_one"]
+        assert each["alone"] == each["plain"] == each["K 1"] == each["K 4"], way
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    pytest.importorskip("accelerate")  # transformers needs it for plans
-    folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_PROCESSES)]
-    run = subprocess.run(
-        [*command, sharded.__file__, str(folder)], capture_output=True, text=True, check=False, cwd=ROOT, timeout=300
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_PROCESSES)]
+def of_pair(tmp_path_factory):
+    return processes(tmp_path_factory.mktemp("sharded"), 2)
 
 
 @pytest.mark.grid
-def test_outputs_are_those_of_plain_decoding(found):
+def test_bits_depend_neither_on_the_batch_nor_on_k(of_pair):
+    expect_equal_bits(of_pair)
     whole = sd.Engine(str(demo_pair() / "target"), None, dtype="float32")
     expected = whole.generate(sharded.PROMPTS, sharded.PARAMS, progress=False)
-    assert found[0] == found[1]
-    assert found[0]["batch"] == found[0]["alone"], "tokens, and bits of log-probabilities"
-    assert [tokens for tokens, _ in found[0]["batch"]] == [output.token_ids for output in expected]
-    assert found[0]["accepted"] > 0
-    assert found[0]["local_rows"] * NUM_PROCESSES == whole.target.model.model.layers[0].self_attn.q_proj.weight.shape[0]
-    assert found[0]["why_no_program"] == "its weights are sharded over processes"
+    for way in WAYS[:2]:
+        assert [tokens for tokens, _ in of_pair[way]["alone"]] == [output.token_ids for output in expected]
+    assert of_pair["local_rows"] * 2 == whole.target.model.model.layers[0].self_attn.q_proj.weight.shape[0]
 
 
 @pytest.mark.grid
-def test_calls_that_would_differ_between_processes_are_refused(found):
-    assert found[0]["auto"].startswith("ConfigError: num_draft_tokens='auto', but the target is sharded")
-    assert found[0]["seed"].startswith("InvalidParamsError: a request samples without a seed")
-    assert found[0]["service"].startswith("ConfigError: the target is sharded over processes, and requests would reach")
-    assert found[0]["draft"].startswith("ConfigError: draft LlamaForCausalLM is sharded over processes; load")
+def test_calls_that_would_differ_between_processes_are_refused(of_pair):
+    assert of_pair["auto"].startswith("ConfigError: num_draft_tokens='auto', but the target is sharded")
+    assert of_pair["seed"].startswith("InvalidParamsError: a request samples without a seed")
+    assert of_pair["service"].startswith("ConfigError: the target is sharded over processes, and requests would reach")
+    assert of_pair["draft"].startswith("ConfigError: draft LlamaForCausalLM is sharded over processes; load")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("kind", "num_processes"),
+    [("tied", 4), ("experts", 2)],  # of embeddings and output layer; each once, with another number of processes
+)
+def test_other_models_have_equal_bits(kind, num_processes, tmp_path):
+    torch.manual_seed(0)
+    if kind == "tied":
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
+    model.save_pretrained(tmp_path / "model")
+    found = processes(tmp_path, num_processes, str(tmp_path / "model"))
+    expect_equal_bits(found, WAYS[::2])
+    whole = sd.Engine(model.eval(), None)
+    expected = whole.generate(sharded.IDS, sharded.PARAMS, progress=False)
+    alone = found["torch.float32 program"]["alone"]
+    for (_, logprobs), output in zip(alone, expected, strict=True):
+        assert logprobs[0] == pytest.approx(output.logprobs[0], abs=1e-4)  # the first: later ones if tokens are equal
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    from specdec_fast.models.sharded import _expect_divisible
+
+    with pytest.raises(sd.ConfigError, match=r"num_attention_heads=8 cannot be divided by the 3 processes"):
+        _expect_divisible(Qwen3ForCausalLM(Qwen3Config(**SIZES)), 3)

@@ -16,6 +16,7 @@ from specdec_fast.program.plan.ir import (
     Attend,
     AttendLinearly,
     Convolve,
+    Exchange,
     Gather,
     GroupedLinear,
     GroupedPackedLinear,
@@ -27,6 +28,8 @@ from specdec_fast.program.plan.ir import (
     RowOp,
     Scan,
 )
+from specdec_fast.program.record.row_views import NotLowerableError
+from specdec_fast.ranks.operations import ranks_of
 
 
 def built(plan: Plan) -> _C.Program:
@@ -47,7 +50,7 @@ def _add(instruction: object, program: _C.Program, plan: Plan) -> None:
 @_add.register
 def _(op: RowOp, program: _C.Program, plan: Plan) -> None:
     rank = len(op.shape)
-    table = op.inputs[0].source if op.code == "embedding" else None
+    table = op.inputs[0].source if op.code in ("embedding", "embedding_part") else None
     program.add_row_op(
         plan.buffers[op.writes[0]].domain,
         ROW_CODES.index(op.code),
@@ -165,6 +168,15 @@ def _(step: Scan, program: _C.Program, plan: Plan) -> None:
 @_add.register
 def _(step: Gather, program: _C.Program, plan: Plan) -> None:
     program.add_gather(step.source, step.out)
+
+
+@_add.register
+def _(step: Exchange, program: _C.Program, plan: Plan) -> None:
+    ranks = ranks_of(step.ranks).native
+    if ranks is None:
+        raise NotLowerableError("its processes share no memory through which a program could exchange numbers")
+    widths = [width * step.dtype.itemsize for width in step.widths]
+    program.add_exchange(ranks, DTYPE_CODES[step.dtype], step.domain, (step.source, step.out), widths)
 
 
 def _heads(heads: Heads, plan: Plan) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ REDUCTIONS = ("mean", "sum")
 # them.
 OVER_VECTORS = (*REDUCTIONS, "layer_norm", "softmax", "topk", "argmax", "gather", "scatter")
 OF_ROW = {"token_ids": "token_id", "positions": "position"}  # operations without inputs, by the tensor of the batch
-ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_VECTORS, *OF_ROW.values(), "embedding")
+ROW_CODES = (*UNARY, *BINARY, *COMPARISONS, "where", *OVER_VECTORS, *OF_ROW.values(), "embedding", "embedding_part")
 MAX_RANK = 4
 
 # Domains: the rows of the batch, or those whose logits are wanted.
@@ -88,7 +88,9 @@ class RowOp(BufferUse):
     # operands; for an embedding, its table, and the one index of the row if the model has computed it
     inputs: tuple[Operand, ...]
     out: Operand  # the operand for the result
-    scalar: float = 0.0  # epsilon of a norm; the number added to a position or token id; 1 if topk sorts its result
+    # epsilon of a norm; the number added to a position or token id; 1 if topk sorts its result; the first id of a table
+    # that has a part of the vocabulary
+    scalar: float = 0.0
     by_position: bool = False  # whether an embedding without an index is looked up by position instead of token id
 
     def shape_of(self, operand: Operand) -> tuple[int, ...]:
@@ -236,6 +238,22 @@ class Gather(OneResult):
         return [self.source]
 
 
+@dataclass(frozen=True)
+class Exchange(OneResult):
+    """Sum a buffer over the ranks of a sharded model, or concatenate their rows; see ``ranks/operations.py``."""
+
+    ranks: int  # the number of the ranks
+    dtype: torch.dtype
+    domain: int  # of both buffers
+    source: int
+    out: int
+    widths: tuple[int, ...]  # numbers per row of every rank; (): a sum
+
+    @property
+    def reads(self) -> list[int]:
+        return [self.source]
+
+
 @dataclass(frozen=True, eq=False)
 class Convolve(OneResult):
     """Convolve the channels of a row over a sequence's last inputs; see ``ops/conv_rows.py``."""
@@ -301,7 +319,18 @@ class Scan(OneResult):
 
 
 Recurrent = Convolve | AttendLinearly | Scan
-Instruction = RowOp | Linear | PackedLinear | GroupedLinear | GroupedPackedLinear | Append | Attend | Gather | Recurrent
+Instruction = (
+    RowOp
+    | Linear
+    | PackedLinear
+    | GroupedLinear
+    | GroupedPackedLinear
+    | Append
+    | Attend
+    | Gather
+    | Exchange
+    | Recurrent
+)
 
 # Places of buffers: shared memory, a thread's own, and what a forward returns, writes into or receives.
 ARENA, SCRATCH, LOGITS, TAPS, INPUTS = range(5)

@@ -36,6 +36,16 @@ def _quantized_linear(tape: Tape, result: Tensor, rows: Tensor, codes: Tensor, s
     tape.quantized_linear(tape.row_view(rows), weight, bias, result)
 
 
+@LOWERED.entry("rank_sum.default")
+def _rank_sum(tape: Tape, result: Tensor, rows: Tensor, ranks: int) -> None:
+    tape.exchange(rows, ranks, (), result)
+
+
+@LOWERED.entry("rank_concatenate.default")
+def _rank_concatenate(tape: Tape, result: Tensor, rows: Tensor, ranks: int, widths: list[int]) -> None:
+    tape.exchange(rows, ranks, tuple(widths), result)
+
+
 @LOWERED.entry("matmul.default", "mm.default", "bmm.default")
 def _product(tape: Tape, result: Tensor, left: Tensor, right: Tensor) -> None:
     """Lower a linear layer, the product of frequencies and positions in rotary embeddings, or of a row's matrices."""

@@ -76,6 +76,18 @@ def _embedding(tape: Tape, result: Tensor, table: Tensor, indices: Tensor, *args
     tape.bind(result, _rows_of_table(tape, table, indices))
 
 
+@LOWERED.entry("embedding_part.default")
+def _embedding_part(tape: Tape, result: Tensor, indices: Tensor, table: Tensor, first: int) -> None:
+    """Lower the rows of a part of the vocabulary; a row is zeros if the table has not got its token."""
+    if tape.value(indices) != Index("token_ids") or tape.value(table) is not None or not table.is_contiguous():
+        raise NotLowerableError("a part of an embedding by anything but token ids, or by a table that is not plain")
+    out = tape.fresh_like(result, tape.index_axis(indices), ROWS)
+    width = table.shape[1]
+    places = Operand(kept(table), table.dtype, 0, (1,), width), Operand(out.buffer, out.dtype, 0, (1,), width)
+    tape.instructions.append(RowOp("embedding_part", (width,), (places[0],), places[1], scalar=float(first)))
+    tape.bind(result, out)
+
+
 def _rows_of_table(tape: Tape, table: Tensor, indices: Tensor) -> RowView:
     """Record the choice of a row of ``table`` ``[n, width]`` for each row; return it as ``[*indices.shape, width]``."""
     value = tape.value(indices)

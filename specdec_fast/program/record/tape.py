@@ -18,6 +18,7 @@ from specdec_fast.program.plan.ir import (
     Append,
     Attend,
     Buffer,
+    Exchange,
     Gather,
     GroupedLinear,
     GroupedPackedLinear,
@@ -252,6 +253,17 @@ class Tape:
             view = self.copied(view)
         out = self.fresh_like(result, view.axis, LOGIT_ROWS)
         self.instructions.append(Gather(view.buffer, out.buffer))
+        self.bind(result, out)
+
+    def exchange(self, rows: Tensor, ranks: int, widths: tuple[int, ...], result: Tensor) -> None:
+        """Record a sum over the ranks of a sharded model (``widths`` is empty), or the concatenation of their rows."""
+        view = self.row_view(rows)
+        if view.axis == len(view.sizes) - 1 or (widths and view.size != view.sizes[-1]):
+            raise NotLowerableError("an exchange between ranks along the rows, or of several vectors of a row")
+        if not view.is_dense or view.size != self.buffers[view.buffer].size:
+            view = self.copied(view)
+        out = self.fresh_like(result, view.axis, view.domain)
+        self.instructions.append(Exchange(ranks, view.dtype, view.domain, view.buffer, out.buffer, widths))
         self.bind(result, out)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -19,6 +19,7 @@ from specdec_fast.program.plan.ir import (
     Append,
     Attend,
     BufferUse,
+    Exchange,
     Gather,
     GroupedLinear,
     GroupedPackedLinear,
@@ -29,6 +30,7 @@ from specdec_fast.program.plan.ir import (
     Recurrent,
     RowOp,
 )
+from specdec_fast.program.record.row_views import NotLowerableError
 from specdec_fast.triton_kernels.linear import MAX_WEIGHTS
 
 
@@ -63,6 +65,8 @@ PlannedLaunch = RowFusion | Shared
 
 def launches_of(plan: Plan) -> list[PlannedLaunch]:
     """Return the launches of a plan, in the order of its instructions."""
+    if any(isinstance(step, Exchange) for step in plan.instructions):
+        raise NotLowerableError("no launch exchanges numbers between the processes of a sharded model")
     groups: list[tuple[int, list[Instruction]]] = []  # domain, or -1 for an instruction that is no row operation
     for step in plan.instructions:
         domain = _domain(plan, step)
@@ -77,7 +81,7 @@ def launches_of(plan: Plan) -> list[PlannedLaunch]:
             fused = [step for step in steps if isinstance(step, RowOp | Append)]
             launches.append(fusion_of(plan, domain, fused, readers))
         else:
-            launches += _joined([step for step in steps if not isinstance(step, RowOp | Append)])
+            launches += _joined([step for step in steps if not isinstance(step, RowOp | Append | Exchange)])
     return launches
 
 

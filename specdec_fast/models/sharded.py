@@ -1,0 +1,180 @@
+"""A model that transformers' tensor-parallel plan has sharded, as modules over this process's part of the weights.
+
+The plan's own hooks add up results by ``all_reduce``, whose order depends on the size of the message, and work on
+DTensors, which neither ops nor forward programs read. The copy made here shares the memory of the weights. Its linears
+are plain ones over local weights, and where the plan exchanges numbers, it calls ``ranks/operations.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_fast.errors import ConfigError, NotYetSupportedError
+from specdec_fast.ranks.exchange import Ranks, connected
+from specdec_fast.ranks.operations import embedding_part, number_of, rank_concatenate, rank_sum
+
+# Styles of a plan that change nothing in a forward: they distribute gradients, or keep whole parameters.
+_LOCAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate")
+_connections: dict[int, Ranks] = {}  # by the id of the process group, which lives as long as the process uses it
+
+
+class SummedLinear(nn.Module):
+    """A linear of which every rank has some inputs: the sum over the ranks, then the bias."""
+
+    def __init__(self, part: nn.Linear, ranks: int) -> None:
+        super().__init__()
+        self.bias = part.bias
+        part.register_parameter("bias", None)
+        self.part = part
+        self._ranks = ranks
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Compute ``[..., local inputs]`` to ``[..., out_features]``."""
+        total = rank_sum(self.part(rows), self._ranks)
+        return total if self.bias is None else total + self.bias
+
+
+class ConcatenatedLinear(nn.Module):
+    """A linear of which every rank has some outputs, and all ranks need all of them."""
+
+    def __init__(self, part: nn.Linear, ranks: int, widths: list[int]) -> None:
+        super().__init__()
+        self.part = part
+        self._ranks = ranks
+        self._widths = widths
+
+    @property
+    def weight(self) -> Any:
+        """The part of the weight that this rank has."""
+        return self.part.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Compute ``[..., in_features]`` to ``[..., all outputs]``."""
+        return rank_concatenate(self.part(rows), self._ranks, self._widths)
+
+
+class SummedEmbedding(nn.Module):
+    """An embedding of which every rank has some ids."""
+
+    def __init__(self, part: nn.Embedding, ranks: int, first: int) -> None:
+        super().__init__()
+        self.weight = part.weight
+        self._ranks = ranks
+        self._first = first
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Look up ``[...]`` ids: ``[..., H]``."""
+        return rank_sum(embedding_part(token_ids, self.weight, self._first), self._ranks)
+
+
+class SummedExperts(nn.Module):
+    """Experts of each of which every rank has a part."""
+
+    def __init__(self, part: nn.Module, ranks: int) -> None:
+        super().__init__()
+        self.part = part
+        self._ranks = ranks
+
+    def forward(self, *given: Any) -> Tensor:
+        """Return the sum of the parts."""
+        return rank_sum(self.part(*given), self._ranks)
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Return whether parameters are DTensors."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def sharded_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Ranks]:
+    """Return a copy of a sharded model that shares its weights and has modules of its own, and its ranks.
+
+    Every process of the group must make this call.
+
+    Raises:
+        NotYetSupportedError: a module has a style of the plan that is not served.
+        ConfigError: the heads of the model cannot be divided by the number of processes.
+    """
+    mesh = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
+    _expect_divisible(model, mesh.size())
+    styles = _styles_of(model)
+    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    # `widths` of sharded outputs are known to all ranks, because PyTorch's rule for uneven shards is
+    ranks = _connections.get(id(group)) or _connections.setdefault(id(group), connected(group, model.device))
+    number = number_of(ranks)
+    kept: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for name in ("_device_mesh", "_mesh_manager"):
+        kept[id(getattr(model, name, None))] = getattr(model, name, None)
+    kept[id(model.config)] = model.config  # attention functions are looked up there, under its lock
+    sizes: dict[int, int] = {}
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "device_mesh") else parameter
+        kept[id(parameter)] = own = nn.Parameter(local.detach(), requires_grad=False)
+        sizes[id(own)] = parameter.shape[0]
+    own_model = copy.deepcopy(model, kept)
+    for name, style in styles.items():
+        module = own_model.get_submodule(name)
+        vars(module).pop("forward", None)  # the hook of the plan
+        _replace(own_model, name, _replaced(module, style, ranks, number, sizes))
+    return own_model, ranks
+
+
+def _styles_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return the style of every module that the plan names."""
+    plan = model.tp_plan
+    styles = {}
+    for name, _ in model.named_modules():
+        style = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+        if style is not None:
+            styles[name] = style
+    return styles
+
+
+def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[int, int]) -> nn.Module:
+    if style in _LOCAL:
+        return module
+    if style == "embedding_rowwise" and type(module) is nn.Embedding:
+        return SummedEmbedding(module, number, sum(_parts(sizes[id(module.weight)], ranks.size)[: ranks.rank]))
+    if style == "moe_tp_experts" and not getattr(module, "has_bias", False):
+        return SummedExperts(module, number)
+    if type(module) is nn.Linear:
+        weight = module.weight
+        if style == "rowwise":
+            module.in_features = weight.shape[1]
+            return SummedLinear(module, number)
+        if style == "colwise":
+            module.out_features = weight.shape[0]
+            return module
+        if style in ("colwise_gather_output", "colwise_rep"):
+            module.out_features = weight.shape[0]
+            return ConcatenatedLinear(module, number, _parts(sizes[id(weight)], ranks.size))
+    raise NotYetSupportedError(
+        f"the tensor-parallel plan gives a {type(module).__name__} the style {style!r}, which is not served; load the "
+        "model on one device, or with a plan without it."
+    )
+
+
+def _parts(size: int, num_ranks: int) -> list[int]:
+    """Return how many of ``size`` rows each rank has: PyTorch's rule, by which the last ones may have fewer."""
+    most = -(-size // num_ranks)
+    return [max(0, min(most, size - rank * most)) for rank in range(num_ranks)]
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module.eval())
+
+
+def _expect_divisible(model: PreTrainedModel, size: int) -> None:
+    config = model.config.get_text_config(decoder=True)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(
+                f"{name}={heads} cannot be divided by the {size} processes over which the target is sharded; take a "
+                "number of processes that divides it."
+            )

@@ -1,0 +1,1 @@
+"""The processes that compute one sharded model: sums and concatenations over them, in one order."""

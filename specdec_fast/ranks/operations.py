@@ -1,0 +1,65 @@
+"""The exchanges of a sharded model as operations of PyTorch, so that a recorder sees them (``program/record/``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec_fast.ranks.exchange import Ranks
+
+_known: list[Ranks] = []  # operations take integers: the places here; few, because a process group has one
+
+_LIBRARY = torch.library.Library("specdec_fast", "FRAGMENT")
+_LIBRARY.define("rank_sum(Tensor rows, int ranks) -> Tensor")
+_LIBRARY.define("rank_concatenate(Tensor rows, int ranks, int[] widths) -> Tensor")
+_LIBRARY.define("embedding_part(Tensor token_ids, Tensor table, int first) -> Tensor")
+
+
+def number_of(ranks: Ranks) -> int:
+    """Return the number by which the operations know ``ranks``."""
+    if ranks not in _known:
+        _known.append(ranks)
+    return _known.index(ranks)
+
+
+def ranks_of(number: int) -> Ranks:
+    """Return the ranks with a number from ``number_of``."""
+    return _known[number]
+
+
+def _sum(rows: Tensor, ranks: int) -> Tensor:
+    return _known[ranks].sum(rows)
+
+
+def _concatenate(rows: Tensor, ranks: int, widths: list[int]) -> Tensor:
+    return _known[ranks].concatenate(rows, list(widths))
+
+
+def _embedding_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
+    places = token_ids - first
+    is_here = (places >= 0) & (places < len(table))
+    rows = torch.nn.functional.embedding(torch.where(is_here, places, 0), table)
+    return torch.where(is_here[..., None], rows, 0)
+
+
+_LIBRARY.impl("rank_sum", _sum, "CompositeExplicitAutograd")
+_LIBRARY.impl("rank_concatenate", _concatenate, "CompositeExplicitAutograd")
+_LIBRARY.impl("embedding_part", _embedding_part, "CompositeExplicitAutograd")
+
+
+def rank_sum(rows: Tensor, ranks: int) -> Tensor:
+    """Return the sum of ``rows``, of any shape, over the ranks, in their order; see ``Ranks.sum``."""
+    result: Tensor = torch.ops.specdec_fast.rank_sum(rows, ranks)
+    return result
+
+
+def rank_concatenate(rows: Tensor, ranks: int, widths: list[int]) -> Tensor:
+    """Return the ``[..., widths[rank]]`` of all ranks one after the other; see ``Ranks.concatenate``."""
+    result: Tensor = torch.ops.specdec_fast.rank_concatenate(rows, ranks, widths)
+    return result
+
+
+def embedding_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
+    """Return ``[..., H]`` rows of a table that has the ids from ``first`` on; zeros for ids that it does not have."""
+    result: Tensor = torch.ops.specdec_fast.embedding_part(token_ids, table, first)
+    return result
