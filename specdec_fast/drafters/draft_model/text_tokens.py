@@ -1,0 +1,111 @@
+"""One tokenizer's tokens as bytes: texts encoded behind other texts, and where a list of tokens may be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec_fast.request.token_bytes import bytes_of_tokens
+
+_LEAST_TAIL = 12  # bytes of text before new text, with which it is encoded
+_MOST_TAIL = 24  # tokens of it at most
+_ANCHOR = "\n"  # no tokenizer joins it with a letter that follows, and none puts a space between them
+
+
+class TextTokens:
+    """Encodes pieces of text by one tokenizer, and knows the bytes of its tokens.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        bytes_by_id: from ``bytes_of_tokens``.
+
+    Attributes:
+        bytes_by_id: the bytes of every token that stands for text.
+        added: ids of special and added tokens, by their content.
+        roles: ids of the tokens that begin and end a text, by ``"bos"`` and ``"eos"``, as far as there are any.
+        first: ids that the tokenizer puts before a text.
+        adds_space: whether it puts a space before a text.
+    """
+
+    def __init__(self, tokenizer: Any, bytes_by_id: dict[int, bytes]) -> None:
+        self.bytes_by_id = bytes_by_id
+        self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.added = {each.content: token for token, each in added.items()}
+        self.contents = {token: content for content, token in self.added.items()}
+        ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+        self.roles = {role: token for role, token in ids.items() if token is not None}
+        plain, whole = self._raw("a"), list(tokenizer("a").input_ids)
+        starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
+        self.first: list[int] = whole[: starts[0]] if starts else []
+        self.adds_space = self.joined(plain).startswith(b" ")
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TextTokens | None:
+        """Return that of a tokenizer; None if its kind is not known."""
+        bytes_by_id = bytes_of_tokens(tokenizer)
+        return None if bytes_by_id is None else cls(tokenizer, bytes_by_id)
+
+    def joined(self, token_ids: list[int]) -> bytes:
+        """Return the bytes of tokens; special ones have none."""
+        of = self.bytes_by_id
+        return b"".join(of.get(token, b"") for token in token_ids)
+
+    def tail(self, token_ids: list[int], first: int = 0) -> int:
+        """Return where the last tokens begin behind which new text is encoded: at a space if there is one nearby.
+
+        They are tokens of text from index ``first`` on, and at most 24.
+        """
+        of = self.bytes_by_id
+        length = 0
+        found = len(token_ids)
+        for i in range(len(token_ids) - 1, max(first, len(token_ids) - _MOST_TAIL) - 1, -1):
+            piece = of.get(token_ids[i])
+            if piece is None:
+                return i + 1
+            length += len(piece)
+            if piece[0] & 0xC0 != 0x80:  # not inside a character
+                found = i
+                if length >= _LEAST_TAIL and piece[0] in b" \n":
+                    break
+        return found
+
+    def encode(self, text: bytes) -> list[int] | None:
+        """Return tokens whose bytes are exactly those of a text of whole characters; None if none are found."""
+        found = self._encode(text)
+        return found if found is not None or not text else self._aligned(_ANCHOR + text.decode(errors="replace"), text)
+
+    def encode_behind(self, before: bytes, text: bytes) -> list[int] | None:
+        """Return the tokens of a text of whole characters as they are behind another text.
+
+        If a token would begin in the text before, those of the text alone are returned; None if none are found.
+        """
+        words = (before + text).decode(errors="replace")
+        found = self._aligned(words[1:] if self.adds_space and words[0] == " " else words, text)
+        return self.encode(text) if found is None else found
+
+    def encode_beginning(self, text: str) -> list[int]:
+        """Return the tokens of a text, whatever its normalisation changes; without ``first``."""
+        return self._raw(text)
+
+    def _encode(self, text: bytes) -> list[int] | None:
+        words = text.decode(errors="replace")
+        if self.adds_space:
+            words = words[1:] if words[:1] == " " else _ANCHOR + words
+        return self._aligned(words, text)
+
+    def _aligned(self, words: str, text: bytes) -> list[int] | None:
+        """Return the last tokens of an encoded text whose bytes are ``text``; None if no token begins there."""
+        token_ids = self._raw(words)
+        missing = len(text)
+        start = len(token_ids)
+        while missing > 0 and start > 0:
+            start -= 1
+            piece = self.bytes_by_id.get(token_ids[start])
+            if piece is None:
+                return None
+            missing -= len(piece)
+        found = token_ids[start:]
+        return found if missing == 0 and self.joined(found) == text else None
+
+    def _raw(self, words: str) -> list[int]:
+        return list(self._backend.encode(words, add_special_tokens=False).ids)
