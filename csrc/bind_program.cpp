@@ -74,12 +74,13 @@ std::vector<Span> spans_of(const Spans& spans) {
 }
 
 // dtype, width, number of ids that may be chosen; of a drafter with ids of its own also the address of the target's ids,
-// and their number
-using ChoiceSizes = std::array<std::int64_t, 5>;
+// and their number; if its rows take its own, the address of these and how many of the target's may be chosen
+using ChoiceSizes = std::array<std::int64_t, 7>;
 
 Choice choice_of(const ChoiceSizes& of, const Sampling* sampling) {
   return {static_cast<DType>(of[0]), of[1], of[2], sampling,
-          pointer<const std::int64_t>(static_cast<std::uintptr_t>(of[3])), of[4]};
+          pointer<const std::int64_t>(static_cast<std::uintptr_t>(of[3])), of[4],
+          pointer<const std::int64_t>(static_cast<std::uintptr_t>(of[5])), of[6]};
 }
 
 // In the order of CarriedRows.

@@ -21,6 +21,7 @@ def generate(
     params: Any = None,
     *,
     tokenizer: Any | None = None,
+    draft_tokenizer: Any | None = None,
     progress: bool | None = None,
     **keywords: Any,
 ) -> list[GenerationOutput]:
@@ -28,13 +29,14 @@ def generate(
 
     Args:
         target: name, folder or loaded Hugging Face causal model.
-        draft: the same for a small model with the target's vocabulary; the name of a drafter, such as ``"ngram"``;
+        draft: the same for a small model; the name of a drafter, such as ``"ngram"``;
             ``"auto"``, which chooses between ``"self"`` and ``"ngram"``; a Drafter; None (or ``"none"``) for plain
             decoding.
         prompts: a prompt, or a list of prompts of any kinds. A prompt is a string, a list of token ids, a list of
             messages (``[{"role": "user", "content": "Hello"}]``), or the result of a tokenizer.
         params: SamplingParams or a transformers GenerationConfig for all, or a list with one each; None is greedy.
         tokenizer: the target's; None loads the one beside the model.
+        draft_tokenizer: the draft model's, which may be another one; None loads the one beside that model.
         progress: show a progress bar; None shows it on a terminal.
         **keywords: fields of EngineConfig, such as ``method``, ``max_batch_size``, ``num_draft_tokens``, and of
             PromptOptions, such as ``add_special_tokens`` and ``chat_template_kwargs``.
@@ -48,5 +50,7 @@ def generate(
     # Both are checked before a model is loaded.
     prompt_options = {name: keywords.pop(name) for name in PROMPT_KEYWORDS if name in keywords}
     PromptOptions.from_keywords(prompt_options)
-    engine = Engine(target, draft, EngineConfig.from_keywords(keywords), tokenizer=tokenizer)
+    engine = Engine(
+        target, draft, EngineConfig.from_keywords(keywords), tokenizer=tokenizer, draft_tokenizer=draft_tokenizer
+    )
     return engine.generate(prompts, params, progress=progress, **prompt_options)

@@ -22,6 +22,10 @@ struct Choice {
   // `num_target_ids`. Noise belongs to the target's ids. Null: they are the same. A verification has none.
   const std::int64_t* target_ids = nullptr;
   std::int64_t num_target_ids = 0;
+  // If the drafter's rows take ids of its own instead of the target's, its id of each of the target's, and the number of
+  // the target's first ids that may be chosen. Null: rows take what was chosen, and every id of the drafter may be.
+  const std::int64_t* own_ids = nullptr;
+  std::int64_t num_choosable = 0;
 };
 
 // Throws std::invalid_argument if there are not so many logits as ids, and std::out_of_range if an id of the target is none.

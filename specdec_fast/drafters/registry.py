@@ -20,6 +20,7 @@ from specdec_fast.drafters.clover.drafter import CloverDrafter
 from specdec_fast.drafters.dflash.checkpoint import is_dflash
 from specdec_fast.drafters.dflash.drafter import DFlashDrafter
 from specdec_fast.drafters.draft_model.drafter import ROWS_EACH, ModelDrafter
+from specdec_fast.drafters.draft_model.vocabularies import drafter_of_model
 from specdec_fast.drafters.eagle3.checkpoint import is_eagle3
 from specdec_fast.drafters.eagle3.drafter import Eagle3Drafter
 from specdec_fast.drafters.medusa.checkpoint import is_medusa
@@ -31,11 +32,10 @@ from specdec_fast.drafters.self_draft.drafter import Int8SelfDrafter, SelfDrafte
 from specdec_fast.drafters.specblock.checkpoint import is_specblock
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.drafters.suffix.drafter import SuffixDrafter, is_texts_file
-from specdec_fast.errors import ConfigError, DrafterError, VocabularyMismatchError
+from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
 from specdec_fast.ops import Ops
-from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.profiling import most_proposed
@@ -112,6 +112,7 @@ def make_drafter(
     config: EngineConfig,
     ops: Ops,
     tokenizer: Any | None,
+    draft_tokenizer: Any | None = None,
 ) -> Drafter:
     """Make the drafter.
 
@@ -120,10 +121,12 @@ def make_drafter(
         target: the model that will verify its tokens.
         config: the engine's settings; a model that this function loads gets their dtype.
         ops: implementations for a draft model.
-        tokenizer: the target's, if known; the draft model's tokenizer must have the same vocabulary.
+        tokenizer: the target's, if known.
+        draft_tokenizer: the draft model's; None: that in its folder, if there is one.
 
     Raises:
-        VocabularyMismatchError: the draft model has another vocabulary than the target.
+        VocabularyMismatchError: the draft model has another vocabulary than the target, and they cannot be joined.
+        NotYetSupportedError: it has another vocabulary and recurrent layers.
         DrafterError: the function registered under the name did not return a Drafter.
     """
     if isinstance(draft, Drafter):
@@ -145,8 +148,7 @@ def make_drafter(
             make_deterministic(model)
         model.release_memory()
     model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens))
-    _check_vocabulary(model, target, tokenizer)
-    return ModelDrafter(model, target.vocab_size, config.max_prefill_tokens, config.max_batch_size)
+    return drafter_of_model(model, target, config, tokenizer, draft_tokenizer)
 
 
 def expect_settings_read(drafter: Drafter, config: EngineConfig) -> None:
@@ -228,25 +230,3 @@ def _expect_drafter(name: str, made: Any) -> Drafter:
     if not isinstance(made, Drafter):
         raise DrafterError(f"DRAFTERS[{name!r}] made a {type(made).__name__}; expected a Drafter.")
     return made
-
-
-def _check_vocabulary(draft: RaggedModel, target: RaggedModel, target_tokenizer: Any | None) -> None:
-    try:
-        draft_tokenizer = load_tokenizer(draft.path)
-    except ConfigError:  # the tokenizer needs code of its own; then only the sizes are compared
-        draft_tokenizer = None
-    is_same: bool | None = None
-    if draft_tokenizer is not None and target_tokenizer is not None:
-        is_same = same_vocabulary(draft_tokenizer, target_tokenizer)
-        if is_same:
-            return
-    if is_same is False:
-        reason = "and their tokenizers give different ids to the same words"
-    elif draft.vocab_size == target.vocab_size:
-        return
-    else:
-        reason = "and without both tokenizers nothing shows that the extra ids are padding"
-    raise VocabularyMismatchError(
-        f"draft {draft.name} has {draft.vocab_size} ids, target {target.name} has {target.vocab_size}, {reason}; "
-        f"pass a draft of the same family, or a drafter without a model: {', '.join(map(repr, DRAFTERS))}."
-    )

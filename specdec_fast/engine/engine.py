@@ -34,7 +34,7 @@ from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
 from specdec_fast.models.quantized_linears import bytes_by_kind
 from specdec_fast.ops import resolve
-from specdec_fast.request.detokenizer import expect_tokenizer, load_tokenizer
+from specdec_fast.request.detokenizer import expect_tokenizers, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
@@ -66,6 +66,7 @@ class Engine:
         tokenizer: the target's; None loads the one beside the model, if there is one. Or an object of your own, with
             ``__call__(text).input_ids`` and ``decode(ids, skip_special_tokens=True)``; the text of a list of ids must
             begin with the text of any first part of the list.
+        draft_tokenizer: the draft model's, which may be another one; None loads the one beside that model.
 
     Raises:
         ConfigError: unknown method, keyword or backend, or a value out of range.
@@ -73,7 +74,8 @@ class Engine:
         UnsupportedModelError: a model does not run over a paged KV cache.
         DrafterError: the drafter's ``taps`` or ``max_nodes`` are wrong.
         NotYetSupportedError: the drafter proposes trees, and the target verifies none: with ``backend="flash"``.
-        VocabularyMismatchError: the draft model has another vocabulary than the target.
+        VocabularyMismatchError: the draft model has another vocabulary than the target, and a tokenizer is missing, or
+            of a kind that is not translated.
         BackendError: the requested backend cannot run here.
         ForkedProcessError: this process was forked from one that has made an engine, and uses several threads.
         DeterminismError: ``deterministic=True``, and a model's bits depend on the batch even one row at a time.
@@ -86,13 +88,14 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         tokenizer: Any | None = None,
+        draft_tokenizer: Any | None = None,
         **keywords: Any,
     ) -> None:
         self.process = OwnProcess()  # first, so that it is also the first to refuse a copy
         self.config = as_config(config, keywords)
         scheduler = make_scheduler(self.config)
         draft = checked_draft(draft, self.config)
-        expect_tokenizer(tokenizer)
+        expect_tokenizers(tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
         draft = affordable_draft(target, draft, self.config)
         model = load_model(
             target,
@@ -113,7 +116,7 @@ class Engine:
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
         self.draft_choice: DraftChoice | None = None
-        drafter = self._make_drafter(draft)
+        drafter = self._make_drafter(draft, draft_tokenizer)
         if draft is not None:
             expect_settings_read(drafter, self.config)
         self.target.use_taps(drafter.taps)
@@ -151,8 +154,9 @@ class Engine:
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config, max_nodes)
         self.shared = SharedCore(self.core, self.process)
 
-    def _make_drafter(self, draft: Any) -> Drafter:
-        make = partial(make_drafter, target=self.target, config=self.config, ops=self._ops, tokenizer=self.tokenizer)
+    def _make_drafter(self, draft: Any, draft_tokenizer: Any | None = None) -> Drafter:
+        tokenizers = {"tokenizer": self.tokenizer, "draft_tokenizer": draft_tokenizer}
+        make = partial(make_drafter, target=self.target, config=self.config, ops=self._ops, **tokenizers)
         if draft == AUTO_DRAFT:
             self.draft_choice = choose_draft(self.target, self.config, self._can_afford, make)
             draft = self.draft_choice.draft

@@ -43,7 +43,7 @@ class BatchGenerator:
         params: SamplingParams or a transformers GenerationConfig for all rows; None is greedy. Or a function that makes
             them from a row (a dict of its columns), for example ``lambda row: SamplingParams(temperature=0.8,
             seed=row["id"])``.
-        tokenizer: as for ``Engine``.
+        tokenizer, draft_tokenizer: as for ``Engine``.
         prompt_column: the column of the prompts: texts, lists of token ids, or lists of messages.
         output_prefix: with which the names of the columns begin that are added.
         **keywords: fields of EngineConfig, if ``config`` is None, and of PromptOptions.
@@ -61,6 +61,7 @@ class BatchGenerator:
         *,
         params: SamplingParams | Callable[[dict[str, Any]], SamplingParams] | Any = None,
         tokenizer: Any | None = None,
+        draft_tokenizer: Any | None = None,
         prompt_column: str = "prompt",
         output_prefix: str = "output_",
         **keywords: Any,
@@ -73,7 +74,13 @@ class BatchGenerator:
         self._added = ["text", "token_ids", "finish_reason", "error", "stats"]
         if callable(self._params) or self._params.logprobs:
             self._added.append("logprobs")
-        self.engine = Engine(target, draft, as_config(config, keywords).for_service(), tokenizer=tokenizer)
+        self.engine = Engine(
+            target,
+            draft,
+            as_config(config, keywords).for_service(),
+            tokenizer=tokenizer,
+            draft_tokenizer=draft_tokenizer,
+        )
 
     def __call__(self, batch: Batch) -> Batch:
         """Decode the rows of a batch, and return it with the columns of the outputs.

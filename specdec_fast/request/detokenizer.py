@@ -94,13 +94,17 @@ def load_tokenizer(name: str | None) -> Any | None:
         return None
 
 
-def expect_tokenizer(tokenizer: Any) -> None:
-    """Raise ConfigError for an object other than None without ``decode``, which suffices for prompts of token ids."""
-    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-        raise ConfigError(
-            f"tokenizer is a {type(tokenizer).__name__}; expected a loaded tokenizer (AutoTokenizer.from_pretrained), "
-            "or None for the one in the target's folder."
-        )
+def expect_tokenizers(**tokenizers: Any) -> None:
+    """Raise ConfigError for an object other than None without ``decode``, which suffices for prompts of token ids.
+
+    They are given by the names of their arguments.
+    """
+    for name, tokenizer in tokenizers.items():
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise ConfigError(
+                f"{name} is a {type(tokenizer).__name__}; expected a loaded tokenizer (AutoTokenizer.from_pretrained), "
+                "or None for the one in the model's folder."
+            )
 
 
 def same_vocabulary(first: Any, second: Any) -> bool | None:

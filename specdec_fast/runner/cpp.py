@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec_fast.batch.own_vocabulary import OwnVocabulary
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -45,12 +46,23 @@ class CppRunner(EagerRunner):
         )
 
     def draft(
-        self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int
+        self,
+        pool: PagePool,
+        rows: list[Rows],
+        token_ids: list[int],
+        num_draft_tokens: list[int],
+        vocab_size: int,
+        vocabulary: OwnVocabulary | None = None,
     ) -> Tensor:
         """Draft in one call, unless a sequence edits logits; see ``EagerRunner.draft``."""
         sequences = owners(rows)
         if any(sequence.edits_logits for sequence in sequences):
-            return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size)
+            return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, vocabulary)
         spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
-        choice = TokenChoice(vocab_size, sampling_of(sequences, pool.layout.device))
+        sampling = sampling_of(sequences, pool.layout.device)
+        if vocabulary is None:
+            choice = TokenChoice(vocab_size, sampling)
+        else:
+            joint, own, num_ids, _ = vocabulary
+            choice = TokenChoice(self._vocab_size, sampling, joint, num_ids, own, vocab_size)
         return self._program.draft(spans, token_ids, num_draft_tokens, choice)

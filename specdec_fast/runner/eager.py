@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.own_vocabulary import OwnVocabulary
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages
+from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages, widened
 from specdec_fast.runner.processed_rows import processed_logits
 from specdec_fast.runner.verification import StepPlan, Verification
 
@@ -83,7 +85,13 @@ class EagerRunner:
         return Verification(plan.counts, logits, results, *seconds, plan.hidden_states, failures)
 
     def draft(
-        self, pool: PagePool, rows: list[Rows], token_ids: list[int], num_draft_tokens: list[int], vocab_size: int
+        self,
+        pool: PagePool,
+        rows: list[Rows],
+        token_ids: list[int],
+        num_draft_tokens: list[int],
+        vocab_size: int,
+        vocabulary: OwnVocabulary | None = None,
     ) -> Tensor:
         """Draft a chain for each sequence by the model's own choice.
 
@@ -93,6 +101,8 @@ class EagerRunner:
             token_ids: of those rows.
             num_draft_tokens: number of tokens to draft per sequence, at least 1.
             vocab_size: the model chooses ids below it.
+            vocabulary: the joint ids that it chooses, if its own ones are not those of the target; ``token_ids`` are
+                its own. None: its ids are the target's.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
@@ -100,12 +110,17 @@ class EagerRunner:
         """
 
         def forward(batch: RaggedBatch, carried: None, wanted: Tensor | None) -> tuple[Tensor, None]:
-            return self._forward(batch, pool, wanted, None), None
+            if vocabulary is None:
+                return self._forward(batch, pool, wanted, None), None
+            own = replace(batch, token_ids=vocabulary.own_ids[batch.token_ids])
+            return widened(self._forward(own, pool, wanted, None), vocabulary.joint_ids, vocabulary.num_ids), None
 
         def choose(logits: Tensor, tokens: Tensor, sampling: Sampling | None) -> Tensor:
             return chosen_tokens(self._ops, logits, vocab_size, sampling, tokens)
 
         first = to_device(token_ids, pool.layout.device)
+        if vocabulary is not None:
+            first = vocabulary.joint_ids[first]
         with self._attached():
             return draft_on_pages(pool, rows, first, None, num_draft_tokens, forward, choose)
 

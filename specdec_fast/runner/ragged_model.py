@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_fast.batch.own_vocabulary import OwnVocabulary
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
 from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
@@ -301,6 +302,31 @@ class RaggedModel:
             min(token, largest) for s, start in zip(sequences, kv_lengths, strict=True) for token in s.token_ids[start:]
         ]
         return self._runner.draft(pool, rows, token_ids, num_draft_tokens, vocab_size)
+
+    def draft_behind(
+        self,
+        pool: PagePool,
+        rows: list[Rows],
+        token_ids: list[int],
+        num_draft_tokens: list[int],
+        num_choosable: int,
+        vocabulary: OwnVocabulary,
+    ) -> Tensor:
+        """Continue texts that are given in this model's own ids; see ``draft_step``.
+
+        Args:
+            pool: this model's pages, with enough free ones for all positions of the step.
+            rows: the rows of the first forward, one span per sequence.
+            token_ids: of those rows, in this model's ids.
+            num_draft_tokens: number of tokens to draft per sequence, at least 1.
+            num_choosable: the model chooses joint ids below it.
+            vocabulary: the joint ids.
+
+        Returns:
+            ``[sum(num_draft_tokens)]`` int64 joint ids, sequence after sequence.
+
+        """
+        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, num_choosable, vocabulary)
 
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""

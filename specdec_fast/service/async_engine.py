@@ -50,7 +50,7 @@ class AsyncEngine:
         draft: the drafter, as for ``Engine``.
         config: as for ``Engine``, but ``prefix_cache`` is on unless it is False; without a config,
             ``max_prefill_tokens`` is 512.
-        tokenizer: as for ``Engine``.
+        tokenizer, draft_tokenizer: as for ``Engine``.
         max_waiting: largest number of requests that wait, besides those that fit into the window (``window_size``).
         kv_token_budget: largest number of KV positions (prompt and ``max_new_tokens``) of all requests together,
             running and waiting; None: no limit besides ``max_waiting``.
@@ -70,6 +70,7 @@ class AsyncEngine:
         config: EngineConfig | None = None,
         *,
         tokenizer: Any | None = None,
+        draft_tokenizer: Any | None = None,
         max_waiting: int = 256,
         kv_token_budget: int | None = None,
         **keywords: Any,
@@ -82,7 +83,7 @@ class AsyncEngine:
         if config is None:
             keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
         config = as_config(config, keywords).for_service()
-        self.engine = Engine(target, draft, config, tokenizer=tokenizer)
+        self.engine = Engine(target, draft, config, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
         if self.engine.target.is_sharded:
             raise ConfigError(
                 "the target is sharded over processes, and requests would reach an AsyncEngine in each at different "

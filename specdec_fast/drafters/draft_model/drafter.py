@@ -20,6 +20,7 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams
 
 ROWS_EACH = 2  # most rows of one sequence in a decoding forward: after a full acceptance its KV lacks two tokens
+_PROBE = [0, 0]  # any tokens
 
 
 class ModelDrafter(PooledDrafter):
@@ -31,6 +32,7 @@ class ModelDrafter(PooledDrafter):
     """
 
     settings = ("draft_quantization",)
+    rows_each = ROWS_EACH
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class ModelDrafter(PooledDrafter):
 
     def step_bytes(self, num_sequences: int, num_draft_tokens: int, prefill_rows: int | None) -> int:
         largest = self.model.row_padding.largest
-        decoding = num_sequences * ROWS_EACH
+        decoding = num_sequences * self.rows_each
         if prefill_rows is None:  # a draft may begin with all tokens that a sequence has got without one
             row_counts = {(max(decoding, largest), num_sequences)}
         else:
@@ -84,7 +86,9 @@ class ModelDrafter(PooledDrafter):
         self._max_prefill_tokens = max_prefill_tokens
 
     def _proposal_seconds(self, num_draft_tokens: int) -> float:
-        sequence = Sequence(0, [0, 0], 2, 2 + max(PROPOSAL_LENGTHS) + 1, SamplingParams(), frozenset())
+        probe = self._probe()
+        longest = len(probe) + max(PROPOSAL_LENGTHS) + 1
+        sequence = Sequence(0, probe, len(probe), longest, SamplingParams(), frozenset())
         self.prepare(sequence.max_length, self.model.page_size)
         self.admit([sequence])
         started = perf_counter()
@@ -107,7 +111,7 @@ class ModelDrafter(PooledDrafter):
             self.draft_kv_length[sequence] = 0
             self._share(sequence)
         if self._max_prefill_tokens is None:
-            self._prefill({sequence: sequence.length - 1 for sequence in served})
+            self._prefill({sequence: len(self._tokens(sequence)) - 1 for sequence in served})
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         limits = [min(limit, self._max_draft_tokens(s)) for s, limit in zip(sequences, limits, strict=True)]
@@ -132,11 +136,19 @@ class ModelDrafter(PooledDrafter):
         if self.draft_kv_length.pop(sequence, None) is not None:
             self._pool().free(sequence)
 
+    def _probe(self) -> list[int]:
+        """Return tokens of the target behind which a proposal is timed."""
+        return list(_PROBE)
+
+    def _tokens(self, sequence: Sequence) -> list[int]:
+        """Return the committed tokens of a sequence as the draft model reads them."""
+        return sequence.token_ids
+
     def _max_draft_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens the draft model's positions allow; the target may have more positions."""
         if self.model.max_positions is None:
             return sequence.max_length
-        return max(0, self.model.max_positions - sequence.length + 1)
+        return max(0, self.model.max_positions - len(self._tokens(sequence)) + 1)
 
     def _clamped(self, token_ids: list[int]) -> list[int]:
         """Clamp ids to the draft model's embedding: a clamped id costs acceptance, never correctness."""
@@ -166,7 +178,7 @@ class ModelDrafter(PooledDrafter):
         while stops:
             coming = ComingPages(self._pool().page_size)
             now = {s: stop for s, stop in stops.items() if self._begins(s, stop, coming)}
-            prompts = {s: self._clamped(s.token_ids[:stop]) for s, stop in now.items()}
+            prompts = {s: self._clamped(self._tokens(s)[:stop]) for s, stop in now.items()}
             prefill(self.model, self._pool(), prompts, {s: self.draft_kv_length[s] for s in now})
             for sequence, stop in now.items():
                 self.draft_kv_length[sequence] = max(stop, self.draft_kv_length[sequence])
@@ -185,14 +197,16 @@ class ModelDrafter(PooledDrafter):
     def _prefill_chunk(self, sequences: list[Sequence], limits: list[int], left: int) -> None:
         """Compute missing KV entries of at most ``left`` tokens; set the limits of sequences that lack more to 0.
 
-        The first forward of a proposal may have ``ROWS_EACH`` rows per sequence: a sequence that lacks fewer entries
+        The first forward of a proposal may have ``rows_each`` rows per sequence: a sequence that lacks fewer entries
         needs no prefill.
         """
         stops = {}
         coming = ComingPages(self._pool().page_size)
         for i, sequence in enumerate(sequences):
-            stop = sequence.length - 1
-            if not limits[i] or stop - self.draft_kv_length.get(sequence, 0) < ROWS_EACH:
+            if not limits[i]:
+                continue
+            stop = len(self._tokens(sequence)) - 1
+            if stop - self.draft_kv_length.get(sequence, 0) < self.rows_each:
                 continue
             if not self._begins(sequence, stop, coming):
                 limits[i] = 0
@@ -210,6 +224,6 @@ class ModelDrafter(PooledDrafter):
         If one forward cannot hold all positions without entries (nothing was drafted for some sequences for many
         steps), this prefills all but the last committed token of each sequence first.
         """
-        if sum(s.length - self.draft_kv_length[s] for s in sequences) > self.model.row_padding.largest:
-            self._prefill({sequence: sequence.length - 1 for sequence in sequences})
+        if sum(len(self._tokens(s)) - self.draft_kv_length[s] for s in sequences) > self.model.row_padding.largest:
+            self._prefill({sequence: len(self._tokens(sequence)) - 1 for sequence in sequences})
         return [self.draft_kv_length[s] for s in sequences]

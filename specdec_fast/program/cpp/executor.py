@@ -189,7 +189,7 @@ class Program(ForwardProgram):
             spans.spans,
             last_tokens,
             (draft_tokens.data_ptr(), len(draft_tokens), 0 if parents is None else parents.data_ptr()),
-            (self._logits_code, width, width, 0, 0),
+            (self._logits_code, width, width, 0, 0, 0, 0),
             addresses_of(sampling),
             torch.get_num_threads(),
             (logits.data_ptr(), hidden_states.data_ptr()),
@@ -232,7 +232,8 @@ class Program(ForwardProgram):
     def _sizes_of(self, choice: TokenChoice) -> tuple[int, ...]:
         ids = choice.target_ids
         sizes = (self._plan.vocab_size, choice.vocab_size, 0 if ids is None else ids.data_ptr())
-        return self._logits_code, *sizes, choice.num_target_ids
+        own = (0 if choice.own_ids is None else choice.own_ids.data_ptr(), choice.num_choosable)
+        return self._logits_code, *sizes, choice.num_target_ids, *own
 
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:

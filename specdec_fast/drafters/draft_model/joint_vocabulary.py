@@ -1,0 +1,93 @@
+"""Two vocabularies joined by the bytes of their tokens, and the way in which a draft model with its own one drafts."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from specdec_fast.batch.own_vocabulary import OwnVocabulary
+from specdec_fast.drafters.draft_model.text_tokens import TextTokens
+
+Translation = Literal["tokens", "text"]
+
+# Of both vocabularies, the share that the other one has, from which on drafts are restricted to common tokens.
+# Below it, each model often wants a token that the other lacks, and text that is encoded again agrees more often.
+LEAST_COMMON = 0.7
+
+
+class JointVocabulary(NamedTuple):
+    """The tokens of a target and of a draft model, joined by their text.
+
+    Attributes:
+        ids: of both, for the draft model's forwards.
+        own: the draft id of every target id that the draft model has, too; common special tokens included.
+        num_choosable: joint ids below it stand for text, or for tokens that the target has.
+        share_of_draft: share of the draft's tokens of text that the target has.
+        share_of_target: share of the target's tokens of text that the draft has.
+    """
+
+    ids: OwnVocabulary
+    own: dict[int, int]
+    num_choosable: int
+    share_of_draft: float
+    share_of_target: float
+
+    @property
+    def translation(self) -> Translation:
+        """How drafts are best translated: token by token, or as text that is encoded again."""
+        return "tokens" if min(self.share_of_draft, self.share_of_target) >= LEAST_COMMON else "text"
+
+
+def joined(
+    target: TextTokens, draft: TextTokens, num_target_ids: int, num_draft_ids: int, device: torch.device
+) -> JointVocabulary:
+    """Join two vocabularies.
+
+    Args:
+        target: the target's tokens.
+        draft: the draft model's.
+        num_target_ids: width of the target's logits.
+        num_draft_ids: width of the draft model's logits.
+        device: of the draft model.
+    """
+    of_draft = {text: token for token, text in draft.bytes_by_id.items() if token < num_draft_ids}
+    of_target = {text: token for token, text in target.bytes_by_id.items() if token < num_target_ids}
+    own = {of_target[text]: token for text, token in of_draft.items() if text in of_target}
+    num_common = len(own)
+    own |= _common_specials(target, draft, num_target_ids, num_draft_ids)
+    joint = [-1] * num_draft_ids
+    for of_both, token in own.items():
+        joint[token] = of_both
+    rest = [token for token in range(num_draft_ids) if joint[token] < 0]
+    rest.sort(key=lambda token: token not in draft.bytes_by_id)  # text first
+    for number, token in enumerate(rest):
+        joint[token] = num_target_ids + number
+    num_ids = num_target_ids + len(rest)
+    own_ids = [0] * num_ids
+    for token, of_both in enumerate(joint):
+        own_ids[of_both] = token
+    ids = OwnVocabulary(
+        torch.tensor(joint, dtype=torch.int64, device=device),
+        torch.tensor(own_ids, dtype=torch.int64, device=device),
+        num_ids,
+        num_target_ids,
+    )
+    num_text = sum(token in draft.bytes_by_id for token in rest)
+    shares = num_common / max(1, len(of_draft)), num_common / max(1, len(of_target))
+    return JointVocabulary(ids, own, num_target_ids + num_text, *shares)
+
+
+def _common_specials(target: TextTokens, draft: TextTokens, num_target_ids: int, num_draft_ids: int) -> dict[int, int]:
+    """Return the draft ids of the target's special tokens that have the same content, or begin or end a text in both.
+
+    No draft token stands for two of the target's.
+    """
+    by_role = {token: draft.roles[role] for role, token in target.roles.items() if role in draft.roles}
+    by_content = {token: draft.added[content] for content, token in target.added.items() if content in draft.added}
+    found: dict[int, int] = {}
+    for token, own in (by_role | by_content).items():
+        is_text = token in target.bytes_by_id or own in draft.bytes_by_id
+        if not is_text and token < num_target_ids and own < num_draft_ids and own not in found.values():
+            found[token] = own
+    return found
