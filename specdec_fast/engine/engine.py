@@ -155,8 +155,9 @@ class Engine:
         self.shared = SharedCore(self.core, self.process)
 
     def _make_drafter(self, draft: Any, draft_tokenizer: Any | None = None) -> Drafter:
-        tokenizers = {"tokenizer": self.tokenizer, "draft_tokenizer": draft_tokenizer}
-        make = partial(make_drafter, target=self.target, config=self.config, ops=self._ops, **tokenizers)
+        def make(chosen: Any) -> Drafter:
+            return make_drafter(chosen, self.target, self.config, self._ops, self.tokenizer, draft_tokenizer)
+
         if draft == AUTO_DRAFT:
             self.draft_choice = choose_draft(self.target, self.config, self._can_afford, make)
             draft = self.draft_choice.draft

@@ -34,7 +34,8 @@ class TextTokens:
         self.contents = {token: content for content, token in self.added.items()}
         ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
         self.roles = {role: token for role, token in ids.items() if token is not None}
-        plain, whole = self._raw("a"), list(tokenizer("a").input_ids)
+        plain = self._raw("a")
+        whole = list(tokenizer("a").input_ids)
         starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
         self.first: list[int] = whole[: starts[0]] if starts else []
         self.adds_space = self.joined(plain).startswith(b" ")

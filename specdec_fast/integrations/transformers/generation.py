@@ -30,7 +30,7 @@ from specdec_fast.integrations.transformers.arguments import (
     expect_served,
     prompts_of,
 )
-from specdec_fast.integrations.transformers.kept_engines import KeptEngine
+from specdec_fast.integrations.transformers.kept_engines import Drafting, KeptEngine
 from specdec_fast.integrations.transformers.processors import CallFacts, of_row, translated
 from specdec_fast.integrations.transformers.rows import BatchRow
 from specdec_fast.sampling_params import SamplingParams, eos_ids
@@ -49,6 +49,8 @@ def custom_generate(  # noqa: PLR0913, PLR0917  # the arguments of transformers,
     assistant_model: PreTrainedModel | None = None,
     streamer: Any = None,
     synced_gpus: bool = False,
+    target_tokenizer: Any = None,
+    draft_tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode a padded batch with an engine: the argument ``custom_generate`` of transformers' ``generate``.
@@ -71,9 +73,12 @@ def custom_generate(  # noqa: PLR0913, PLR0917  # the arguments of transformers,
         engine_config: further settings; without it a step has as many rows as the batch, at most 64.
         generator: draws the seeds of rows that are sampled; None: torch's own generator, as ``torch.manual_seed`` set
             it.
-        assistant_model: a draft model with the model's vocabulary.
+        assistant_model: a draft model.
         streamer: receives each token when it is emitted for all rows.
         synced_gpus: must be False: no other process waits for steps of this one.
+        target_tokenizer, draft_tokenizer: the model's and that of a draft model with another one; None: those in the
+            folders from which they were loaded. (``generate`` passes a callable neither ``tokenizer`` nor
+            ``assistant_tokenizer``.)
         **model_kwargs: arguments of the model's forward, of which only those for token ids are served.
 
     Returns:
@@ -101,7 +106,7 @@ def custom_generate(  # noqa: PLR0913, PLR0917  # the arguments of transformers,
     kept = KeptEngine.of(model)
     emitted = kept.run(
         model,
-        drafter,
+        Drafting(drafter, target_tokenizer, draft_tokenizer),
         engine_config,
         num_draft_tokens,
         len(input_ids),
@@ -114,9 +119,11 @@ def generate(*args: Any, model: PreTrainedModel, **kwargs: Any) -> Tensor | Gene
     """Serve ``model.generate(custom_generate="FOLDER")``: the function of ``custom_generate/generate.py``.
 
     Arguments are those of ``generate`` and ``custom_generate``. ``stop_strings`` with ``tokenizer`` are served here,
-    which ``generate`` refuses together with a callable.
+    which ``generate`` refuses together with a callable. So is an ``assistant_model`` with an ``assistant_tokenizer``.
     """
     tokenizer = kwargs.pop("tokenizer", None)
+    if (assistant_tokenizer := kwargs.pop("assistant_tokenizer", None)) is not None:
+        kwargs |= {"target_tokenizer": tokenizer, "draft_tokenizer": assistant_tokenizer}
     config = kwargs.get("generation_config")
     strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
     if tokenizer is not None and strings:

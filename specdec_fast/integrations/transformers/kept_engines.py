@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from threading import Lock, RLock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,23 +22,40 @@ _making = Lock()
 _Result = TypeVar("_Result")
 
 
+class Drafting(NamedTuple):
+    """The drafter that a call asks for, and the tokenizers, if they are given: a draft model may have another one."""
+
+    draft: Any
+    tokenizer: Any = None  # the target's
+    draft_tokenizer: Any = None
+
+    def is_same(self, other: Drafting) -> bool:
+        """Return whether a call asks for the same objects, or for the same name."""
+        same_draft = self.draft is other.draft or (isinstance(self.draft, str) and self.draft == other.draft)
+        same_target = self.tokenizer is other.tokenizer
+        return same_draft and same_target and self.draft_tokenizer is other.draft_tokenizer
+
+
 @dataclass
 class _Kept:
     """An engine, what it was made of, and how its models were then."""
 
     engine: Engine
-    draft: Any
+    drafting: Drafting
     config: EngineConfig  # that was asked for, but for ``max_batch_size``
     watches: list[Watch]
     states: list[str | None]  # what each watch said then: a model may have hooks, with which PyTorch runs it
     copied: Numbers | None  # of weights of which the drafter has rounded copies; None if it has none
 
-    def serves(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> bool:
+    def serves(self, model: PreTrainedModel, drafting: Drafting, config: EngineConfig, num_rows: int) -> bool:
         """Return whether it is what a call asks for, and its models are as they were."""
         if self.engine.target.model is not model:  # a shallow copy of the model has its place
             return False
-        is_asked_for = draft is self.draft or (isinstance(draft, str) and draft == self.draft)
-        if not is_asked_for or not _are_same(config, self.config) or num_rows > self.engine.config.max_batch_size:
+        if (
+            not drafting.is_same(self.drafting)
+            or not _are_same(config, self.config)
+            or num_rows > self.engine.config.max_batch_size
+        ):
             return False
         if [watch.change() for watch in self.watches] != self.states:
             return False
@@ -74,7 +91,7 @@ class KeptEngine:
     def run(
         self,
         model: PreTrainedModel,
-        draft: Any,
+        drafting: Drafting,
         config: EngineConfig | None,
         num_draft_tokens: Any,
         num_rows: int,
@@ -86,26 +103,31 @@ class KeptEngine:
         that its programs have copied). Then nothing has been decoded yet, and it is made again.
         """
         asked, num_rows = _asked(config, num_draft_tokens, num_rows)
-        engine, is_new = self._engine(model, draft, asked, num_rows)
+        engine, is_new = self._engine(model, drafting, asked, num_rows)
         try:
             return decode(engine)
         except UnsupportedModelError:
             if is_new:
                 raise
         self._forget(engine)
-        return decode(self._engine(model, draft, asked, num_rows)[0])
+        return decode(self._engine(model, drafting, asked, num_rows)[0])
 
-    def _engine(self, model: PreTrainedModel, draft: Any, config: EngineConfig, num_rows: int) -> tuple[Engine, bool]:
+    def _engine(
+        self, model: PreTrainedModel, drafting: Drafting, config: EngineConfig, num_rows: int
+    ) -> tuple[Engine, bool]:
         with self._lock:
-            if self._kept is not None and self._kept.serves(model, draft, config, num_rows):
+            if self._kept is not None and self._kept.serves(model, drafting, config, num_rows):
                 return self._kept.engine, False
             self._kept = None  # frees its memory, unless another thread is decoding
-            engine = Engine(model, draft, replace(config, max_batch_size=num_rows, device=model.device))
+            draft = drafting.draft
+            tokenizers = {"tokenizer": drafting.tokenizer, "draft_tokenizer": drafting.draft_tokenizer}
+            config_of_rows = replace(config, max_batch_size=num_rows, device=model.device)
+            engine = Engine(model, draft, config_of_rows, **tokenizers)
             modules = [model, draft] if isinstance(draft, nn.Module) else [model]
             has_copies = isinstance(draft, str) and draft.partition(":")[0] == "self"
             copied = Numbers(model.parameters()) if has_copies else None
             watches = [Watch(module, ()) for module in modules]
-            self._kept = _Kept(engine, draft, config, watches, [watch.change() for watch in watches], copied)
+            self._kept = _Kept(engine, drafting, config, watches, [watch.change() for watch in watches], copied)
             return engine, True
 
     def _forget(self, engine: Engine) -> None:
