@@ -43,7 +43,6 @@ class TranslatingDrafter(ModelDrafter):
         target_tokens, draft_tokens: the tokens of both.
         target_vocab_size: width of the target's logits.
         max_prefill_tokens, max_batch_size: as for ``ModelDrafter``.
-        translation: None: chosen by the shares of common tokens.
 
     Attributes:
         translation: by which its drafts become tokens of the target.
@@ -59,14 +58,13 @@ class TranslatingDrafter(ModelDrafter):
         target_vocab_size: int,
         max_prefill_tokens: int | None = None,
         max_batch_size: int = 1,
-        translation: Translation | None = None,
     ) -> None:
         super().__init__(model, model.vocab_size, max_prefill_tokens, max_batch_size)
         self._target = target_tokens
         self._draft = draft_tokens
         self._joint = joined(target_tokens, draft_tokens, target_vocab_size, model.vocab_size, model.layout.device)
         self._own_ids: list[int] = self._joint.ids.own_ids.tolist()
-        self.translation: Translation = translation or self._joint.translation
+        self.translation: Translation = self._joint.translation
         self._reader = ContextReader(target_tokens, draft_tokens, self._joint, self.translation)
         self._contexts: dict[Sequence, DraftContext] = {}
         self._drafted: dict[Sequence, Tensor] = {}  # joint ids of the last proposal, not read yet

@@ -1,0 +1,81 @@
+"""The bytes of tokens: what a tokenizer makes of a text is that text again, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from specdec_fast.drafters.draft_model.text_tokens import TextTokens
+from specdec_fast.request.token_bytes import bytes_of_tokens, complete
+from support.other_tokenizers import byte_level, fast, sentencepiece
+
+TEXTS = ["One day, a little bird flew over the park. ", "Zoë ate 3 crêpes — naïve!\n\n", "数 を 数える 🙂🙂 "] * 8
+KINDS = {"byte-level": byte_level(TEXTS), "sentencepiece": sentencepiece(TEXTS)}
+TOKENS = {kind: TextTokens.of(tokenizer) for kind, tokenizer in KINDS.items()}
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=24) | st.lists(
+    st.sampled_from([*" \n.,'", "the", "🙂", "é", "数", "  ", "\t", "a", "</s", "▁"]), max_size=12
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=texts.filter(bool))
+def test_tokens_of_a_text_have_its_bytes(kind, text):
+    if kind == "sentencepiece":
+        text = text.replace("▁", " ")  # its mark for a space
+    data = text.encode()
+    tokens = TOKENS[kind]
+    assert tokens.joined(tokens.encode_beginning(text)) == b" " * tokens.adds_space + data
+    found = tokens.encode(data)
+    assert found is not None
+    assert tokens.joined(found) == data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(before=texts, text=texts.filter(bool))
+def test_tokens_behind_a_text_begin_where_it_ends(kind, before, text):
+    tokens = TOKENS[kind]
+    data = text.replace("▁", " ").encode()
+    found = tokens.encode_behind(before.encode(), data)
+    assert found is not None
+    assert tokens.joined(found) == data
+
+
+def test_a_text_is_encoded_as_behind_the_text_before():
+    tokens = TextTokens.of(byte_level(["a thereof the"] * 9, 300))
+    whole = tokens.encode(b"a thereof")
+    tail = tokens.tail(whole[:-1])
+    assert tokens.encode_behind(tokens.joined(whole[tail:-1]), tokens.joined(whole[-1:])) == whole[-1:]
+
+
+@given(text=texts, cut=st.integers(0, 3))
+def test_whole_characters(text, cut):
+    data = text.encode()
+    begun = data[: len(data) - cut]
+    end = complete(begun)
+    assert len(begun) - 3 <= end <= len(begun)
+    assert text.startswith(begun[:end].decode())
+    assert end == len(begun) or complete(begun[end:]) == 0
+
+
+def test_bytes_that_no_byte_completes_are_whole():
+    assert complete(b"ab\xff") == 3 or complete(b"ab\xff") == 2  # 0xFF begins no character
+    assert complete(b"\x80\x80\x80\x80") == 4
+    assert complete(b"") == 0
+
+
+def test_special_tokens_have_no_text_and_other_added_ones_have():
+    tokenizer = byte_level(TEXTS)
+    tokenizer.add_tokens(["<note>"])
+    found = bytes_of_tokens(tokenizer)
+    assert tokenizer.eos_token_id not in found
+    assert found[tokenizer.convert_tokens_to_ids("<note>")] == b"<note>"
+
+
+def test_other_kinds_are_not_known():
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    words.decoder = decoders.WordPiece()
+    assert bytes_of_tokens(fast(words, None, None)) is None
+    assert bytes_of_tokens(object()) is None
