@@ -23,6 +23,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.integrations.transformers import custom_generate
 from support.grids import grid
 from support.models import CONFIGS, tiny_model, truncated_copy
+from support.other_tokenizers import permuted
 from support.padded import padded
 from support.recurrent_models import recurrent_model
 
@@ -52,6 +53,20 @@ def test_an_assistant_model_drafts_and_so_does_prompt_lookup(target, draft, batc
     assert engine_of(target).describe()["drafter"] == "ngram"
     assert engine_of(target).config.num_draft_tokens == 3
     assert with_model.tolist() == lookup.tolist() == expected.tolist()
+
+
+def test_an_assistant_model_may_have_another_tokenizer(target, draft, tokenizer, batch):
+    model, other = permuted(draft)
+    tokenizers = {"target_tokenizer": tokenizer, "draft_tokenizer": other}
+    expected = target.generate(**batch, **LIMIT)
+    options = {"custom_generate": custom_generate, "assistant_model": model}
+    for _ in range(2):
+        assert target.generate(**batch, **LIMIT, **options, **tokenizers).tolist() == expected.tolist()
+    engine = engine_of(target)
+    assert engine.describe()["draft"]["translation"] == "tokens"
+    target.generate(**batch, **LIMIT, **options, target_tokenizer=tokenizer)  # the model alone looks like a sibling
+    assert engine_of(target) is not engine
+    assert "translation" not in engine_of(target).describe()["draft"]
 
 
 def engine_of(model):
@@ -305,6 +320,15 @@ class TestFolder:
             **batch, **LIMIT, assistant_model=draft, custom_generate=self.folder, trust_remote_code=True
         )
         assert found.tolist() == expected.tolist()
+
+    def test_it_serves_an_assistant_with_another_tokenizer(self, target, draft, tokenizer, batch):
+        model, other = permuted(draft)
+        tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": other}
+        options = {"custom_generate": self.folder, "trust_remote_code": True}
+        expected = target.generate(**batch, **LIMIT)
+        found = target.generate(**batch, **LIMIT, assistant_model=model, **tokenizers, **options)
+        assert found.tolist() == expected.tolist()
+        assert engine_of(target).describe()["draft"]["translation"] == "tokens"
 
     @pytest.mark.grid
     def test_it_serves_stop_strings(self, target, batch, tokenizer):
