@@ -79,3 +79,12 @@ def test_other_kinds_are_not_known():
     words.decoder = decoders.WordPiece()
     assert bytes_of_tokens(fast(words, None, None)) is None
     assert bytes_of_tokens(object()) is None
+
+
+def test_neither_the_callers_settings_nor_spelt_special_tokens_matter():
+    tokenizer = byte_level(TEXTS)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokens = TextTokens.of(tokenizer)
+    found = tokens.encode(b"a bird <|end|> flew")
+    assert tokens.joined(found) == b"a bird <|end|> flew"
+    assert tokenizer.eos_token_id not in found

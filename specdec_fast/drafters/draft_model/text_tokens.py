@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from specdec_fast.request.token_bytes import bytes_of_tokens
@@ -28,7 +29,11 @@ class TextTokens:
 
     def __init__(self, tokenizer: Any, bytes_by_id: dict[int, bytes]) -> None:
         self.bytes_by_id = bytes_by_id
-        self._backend = tokenizer.backend_tokenizer
+        # A copy: other threads may change the settings of the caller's, which may also cut or pad texts.
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True  # a text that spells out a special token has no such token
         added = self._backend.get_added_tokens_decoder()
         self.added = {each.content: token for token, each in added.items()}
         self.contents = {token: content for content, token in self.added.items()}
