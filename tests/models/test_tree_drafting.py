@@ -73,5 +73,10 @@ def test_a_choice_that_does_not_fit_is_refused():
         draft(rules, TokenChoice(VOCAB + 1, None))
     with pytest.raises(IndexError, match="draft id 1 stands for 29"):
         draft(rules, TokenChoice(2, None, torch.tensor([0, VOCAB]), VOCAB))
+    own = torch.tensor([0, VOCAB])
+    with pytest.raises(IndexError, match="id 1 of the target stands for 29; the drafter has 29 ids"):
+        draft(rules, TokenChoice(2, None, torch.tensor([0, 1]), 2, own, 2))
+    with pytest.raises(ValueError, match="of 2 ids of a target, 3 may be chosen"):
+        draft(rules, TokenChoice(2, None, torch.tensor([0, 1]), 2, own, 3))
     with pytest.raises(ValueError, match="not contiguous"):
         draft(rules, carried=torch.zeros(WIDTH, len(TOKENS)).t())
