@@ -138,7 +138,7 @@ std::tuple<std::vector<std::vector<std::int64_t>>, std::vector<std::vector<std::
 
 void bind_exchange(py::module_& m) {
   using Widths = std::vector<std::int64_t>;
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();  // another thread may have to abort
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();  // it waits for other processes
   py::class_<RankExchange>(m, "RankExchange")
       .def(py::init([](std::uintptr_t memory, std::int64_t chunk_bytes, int rank, int num_ranks, double timeout) {
         return new RankExchange(pointer<void>(memory), chunk_bytes, rank, num_ranks, timeout);
@@ -150,9 +150,7 @@ void bind_exchange(py::module_& m) {
       .def("concatenate", [](RankExchange& self, std::uintptr_t in, std::uintptr_t out, std::int64_t num_rows,
                              const Widths& widths) {
         self.concatenate(pointer<const void>(in), pointer<void>(out), num_rows, widths);
-      }, unlocked)
-      .def("abort", &RankExchange::abort)
-      .def_property_readonly("is_aborted", &RankExchange::is_aborted);
+      }, unlocked);
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ void relax() {
 
 RankExchange::RankExchange(void* memory, std::int64_t chunk_bytes, int rank, int num_ranks, double timeout_seconds)
     : lines_(static_cast<Line*>(memory)),
-      chunks_(static_cast<char*>(memory) + (1 + num_ranks) * static_cast<std::int64_t>(sizeof(Line))),
+      chunks_(static_cast<char*>(memory) + num_ranks * static_cast<std::int64_t>(sizeof(Line))),
       chunk_bytes_(chunk_bytes),
       rank_(rank),
       num_ranks_(num_ranks),
@@ -41,12 +41,8 @@ RankExchange::RankExchange(void* memory, std::int64_t chunk_bytes, int rank, int
 }
 
 std::int64_t RankExchange::bytes_for(int num_ranks, std::int64_t chunk_bytes) {
-  return (1 + num_ranks) * static_cast<std::int64_t>(sizeof(Line)) + 2 * num_ranks * chunk_bytes;
+  return num_ranks * static_cast<std::int64_t>(sizeof(Line)) + 2 * num_ranks * chunk_bytes;
 }
-
-void RankExchange::abort() { aborted().number.store(1, std::memory_order_release); }
-
-bool RankExchange::is_aborted() const { return aborted().number.load(std::memory_order_acquire) != 0; }
 
 void RankExchange::wait_for(int rank) const {
   const std::uint64_t wanted = turn_ + 1;
@@ -56,7 +52,6 @@ void RankExchange::wait_for(int rank) const {
   }
   const auto started = std::chrono::steady_clock::now();
   while (posted(rank).number.load(std::memory_order_acquire) < wanted) {
-    if (is_aborted()) throw std::runtime_error("a process of the sharded model has ended");
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
     if (seconds > timeout_seconds_) {
       throw std::runtime_error("rank " + std::to_string(rank) + " has sent nothing for " + std::to_string(seconds) +
@@ -71,7 +66,6 @@ void RankExchange::wait_for(int rank) const {
 }
 
 void RankExchange::post_and_wait() {
-  if (is_aborted()) throw std::runtime_error("a process of the sharded model has ended");
   posted(rank_).number.store(turn_ + 1, std::memory_order_release);
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank != rank_) wait_for(rank);

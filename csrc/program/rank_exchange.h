@@ -26,17 +26,12 @@ class RankExchange {
   // Writes `num_rows` rows, each the rows of all ranks one after the other; `widths` are their lengths in bytes, by rank.
   void concatenate(const void* in, void* out, std::int64_t num_rows, const std::vector<std::int64_t>& widths);
 
-  // Lets every process that waits, or will wait, throw std::runtime_error.
-  void abort();
-  bool is_aborted() const;
-
  private:
   struct alignas(64) Line {
     std::atomic<std::uint64_t> number;
   };
 
-  Line& aborted() const { return lines_[0]; }
-  Line& posted(int rank) const { return lines_[1 + rank]; }
+  Line& posted(int rank) const { return lines_[rank]; }
   char* chunk(int rank) const { return chunks_ + (2 * rank + static_cast<int>(turn_ & 1)) * chunk_bytes_; }
   void post_and_wait();  // after it the chunks of all ranks may be read, until the next but one call
   void wait_for(int rank) const;

@@ -20,7 +20,7 @@ from specdec_fast.ranks.operations import embedding_part, number_of, rank_concat
 
 # Styles of a plan that change nothing in a forward: they distribute gradients, or keep whole parameters.
 _LOCAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate")
-_connections: dict[int, Ranks] = {}  # by the id of the process group, which lives as long as the process uses it
+_connections: dict[Any, Ranks] = {}  # by process group
 
 
 class SummedLinear(nn.Module):
@@ -85,11 +85,6 @@ class SummedExperts(nn.Module):
         return rank_sum(self.part(*given), self._ranks)
 
 
-def has_shards(model: nn.Module) -> bool:
-    """Return whether parameters are DTensors."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-
-
 def sharded_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Ranks]:
     """Return a copy of a sharded model that shares its weights and has modules of its own, and its ranks.
 
@@ -100,11 +95,11 @@ def sharded_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Ranks]:
         ConfigError: the heads of the model cannot be divided by the number of processes.
     """
     mesh = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
-    _expect_divisible(model, mesh.size())
+    expect_divisible_heads(model, mesh.size())
     styles = _styles_of(model)
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     # `widths` of sharded outputs are known to all ranks, because PyTorch's rule for uneven shards is
-    ranks = _connections.get(id(group)) or _connections.setdefault(id(group), connected(group, model.device))
+    ranks = _connections.get(group) or _connections.setdefault(group, connected(group, model.device))
     number = number_of(ranks)
     kept: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for name in ("_device_mesh", "_mesh_manager"):
@@ -169,7 +164,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module.eval())
 
 
-def _expect_divisible(model: PreTrainedModel, size: int) -> None:
+def expect_divisible_heads(model: PreTrainedModel, size: int) -> None:
+    """Raise a ConfigError if ``size`` processes cannot have equal numbers of the model's heads."""
     config = model.config.get_text_config(decoder=True)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)

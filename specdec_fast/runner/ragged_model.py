@@ -28,7 +28,7 @@ from specdec_fast.models import model_checks
 from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
 from specdec_fast.models.probe import named_failures, probe_of
-from specdec_fast.models.sharded import has_shards, sharded_copy
+from specdec_fast.models.sharded import sharded_copy
 from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.program.executors import DeviceProgram, ForwardProgram, executor_for
@@ -80,7 +80,7 @@ class RaggedModel:
         model_checks.check_decoder(model)
         self.is_sharded = is_sharded(model)
         ranks: Ranks | None = None
-        if has_shards(model):
+        if self.is_sharded:
             model, ranks = sharded_copy(model)
         self.model = model
         self.ops = ops
@@ -100,9 +100,9 @@ class RaggedModel:
             self._executor = None
             self.why_no_program = "enforce_eager=True"
             self._capture = None
-        if self.is_sharded:  # a graph has recorded no exchange between processes yet
+        if ranks is not None:  # a graph has recorded no exchange between processes yet
             self._capture = None
-            if ranks is None or ranks.native is None:
+            if ranks.native is None:
                 self._executor = None
                 self.why_no_program = "its weights are sharded over processes that share no memory"
         self.graphs: Graphs | None = None

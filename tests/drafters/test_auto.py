@@ -13,6 +13,7 @@ from specdec_fast.drafters import auto
 from specdec_fast.drafters.self_draft.drafter import SelfDrafter
 from support.models import tiny_model
 from support.recurrent_models import recurrent_model
+from support.sharded import take_for_sharded
 
 PROMPTS = [[5, 9, 23, 5, 9], [7, 7, 8]]
 
@@ -112,7 +113,7 @@ def test_a_target_that_no_copy_drafts_for_is_not_timed(make, why, monkeypatch):
 
 
 def test_processes_that_share_a_target_choose_alike(model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.runner.ragged_model.is_sharded", lambda _: True)
+    take_for_sharded(monkeypatch)
     monkeypatch.setattr(auto, "forward_seconds", None)
     assert sd.Engine(model, "auto").drafter.name == "ngram"
 

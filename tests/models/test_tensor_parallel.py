@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.models.sharded import expect_divisible_heads
 from support import sharded
 from support.source_tree import ROOT
 
@@ -94,7 +95,5 @@ def test_other_models_have_equal_bits(kind, num_processes, tmp_path):
 
 
 def test_heads_that_cannot_be_divided_are_refused():
-    from specdec_fast.models.sharded import _expect_divisible
-
     with pytest.raises(sd.ConfigError, match=r"num_attention_heads=8 cannot be divided by the 3 processes"):
-        _expect_divisible(Qwen3ForCausalLM(Qwen3Config(**SIZES)), 3)
+        expect_divisible_heads(Qwen3ForCausalLM(Qwen3Config(**SIZES)), 3)

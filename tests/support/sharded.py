@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ PARAMS = [
     sd.SamplingParams(max_new_tokens=12, logprobs=True, temperature=0.8, seed=3),
     sd.SamplingParams(max_new_tokens=12, logprobs=True),
 ]
+
+
+def take_for_sharded(monkeypatch: Any) -> None:
+    """Let targets that are whole be taken for sharded ones, whose processes share no memory."""
+    monkeypatch.setattr("specdec_fast.runner.ragged_model.is_sharded", lambda _: True)
+    as_it_is = lambda model: (model, SimpleNamespace(native=None))  # noqa: E731
+    monkeypatch.setattr("specdec_fast.runner.ragged_model.sharded_copy", as_it_is)
 
 
 def error_of(function: Any) -> str:

@@ -13,6 +13,7 @@ from specdec_fast.models.quantized_linears import quantized_linears
 from specdec_fast.models.rounded_models import rounded_copy
 from support.models import tiny_model
 from support.recurrent_models import recurrent_model
+from support.sharded import take_for_sharded
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_recurrent_targets_are_refused():
 
 
 def test_sharded_targets_are_refused(model, monkeypatch):
-    monkeypatch.setattr("specdec_fast.runner.ragged_model.is_sharded", lambda _: True)
+    take_for_sharded(monkeypatch)
     with pytest.raises(sd.NotYetSupportedError, match=r"draft='self:int8' does not serve .*: its weights are sharded"):
         sd.Engine(model, "self:int8")
 
