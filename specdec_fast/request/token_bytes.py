@@ -9,11 +9,12 @@ from transformers import PreTrainedTokenizerFast
 from specdec_fast.request.token_decoders import steps_of
 
 _SPACE = "\u2581"  # SentencePiece's mark for a space
+_NO_FIRST_BYTES = {0xC0, 0xC1, *range(0xF5, 0x100)}  # of a character, although their bits look so
 _BYTE_TOKENS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # of byte fallback
 
 
 def bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
-    """Return the UTF-8 bytes of every token that stands for text, by id; None if the tokenizer's kind is not known.
+    """Return the UTF-8 bytes of every token that stands for text, in the order of ids; None if the kind is not known.
 
     Known are fast tokenizers of transformers over bytes (GPT-2, Llama 3, Qwen), and those of SentencePiece, which mark
     spaces (Llama 2, Gemma). Special tokens stand for no text. A token may be part of a character.
@@ -29,20 +30,20 @@ def bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
     for token, each in added.items():
         if not each.special:
             found[token] = each.content.encode(errors="ignore")
-    return {token: text for token, text in found.items() if text}
+    return {token: text for token, text in sorted(found.items()) if text}  # a vocabulary comes in any order
 
 
 def complete(text: bytes) -> int:
-    """Return how many bytes of the beginning of a UTF-8 text are whole characters.
+    """Return how many bytes of a UTF-8 text there are without a character at its end that further bytes may complete.
 
-    Bytes at the end are held to be the beginning of a character only if others could complete it.
+    Bytes of no character count as whole.
     """
     for behind in range(1, min(3, len(text)) + 1):
         byte = text[-behind]
         if byte < 0x80:
             break
-        if byte >= 0xC0:  # the first byte of a character
-            length = 2 + (byte >= 0xE0) + (byte >= 0xF0)
+        if byte >= 0xC0:  # the first byte of a character, but for those that UTF-8 never has
+            length = 0 if byte in _NO_FIRST_BYTES else 2 + (byte >= 0xE0) + (byte >= 0xF0)
             return len(text) - (behind if behind < length else 0)
     return len(text)
 

@@ -93,28 +93,39 @@ class ContextReader:
 
     def _append_text(self, context: DraftContext, text: bytes) -> None:
         draft = self._draft
-        accepted = 0
-        for token in context.proposed:
-            piece = draft.bytes_by_id.get(token)
-            if piece is None or not text.startswith(piece):
-                break
-            accepted += 1
-            text = text[len(piece) :]
-        context.token_ids += context.proposed[:accepted]
-        context.proposed = [] if text else context.proposed[accepted:]
-        end = complete(text)
-        context.held = text[end:]
-        if not end:
+        num_accepted = self._num_accepted(context.proposed, text)
+        text = text[len(draft.bytes_of(context.proposed[:num_accepted])) :]
+        context.token_ids += context.proposed[:num_accepted]
+        context.proposed = [] if text else context.proposed[num_accepted:]
+        context.held = b""
+        if not text:
             return
         tail = draft.tail(context.token_ids, len(draft.first))
-        again = draft.joined(context.token_ids[tail:]) + text[:end]
-        found = draft.encode(again)
-        if found is None:
-            found = draft.encode(text[:end])
+        again = draft.bytes_of(context.token_ids[tail:]) + text  # the last tokens may end within a character
+        end = complete(again)
+        found = draft.encode(again[:end])
+        if found is None:  # bytes of no text, or a tokenizer that changes texts: the tokens before stay
             tail = len(context.token_ids)
+            again = text
+            end = complete(again)
+            found = draft.encode(again[:end])
         if found is None:
-            found = draft.encode_beginning(text[:end].decode(errors="replace"))
+            found = draft.encode_beginning(again[:end].decode(errors="replace"))
         context.token_ids[tail:] = found
+        context.held = again[end:]
+
+    def _num_accepted(self, proposed: list[int], text: bytes) -> int:
+        """Return how many first tokens of a proposal a text begins with; the last one ends a character."""
+        num_accepted = 0
+        length = 0
+        for number, token in enumerate(proposed, start=1):
+            piece = self._draft.bytes_by_id.get(token)
+            if piece is None or not text.startswith(piece, length):
+                break
+            length += len(piece)
+            if complete(text[:length]) == length:
+                num_accepted = number
+        return num_accepted
 
     def _pieces(self, token_ids: list[int]) -> list[bytes | int]:
         """Return the text of target tokens, and the draft ids of special ones between; others have no text."""

@@ -40,7 +40,7 @@ class JointVocabulary(NamedTuple):
         return "tokens" if min(self.share_of_draft, self.share_of_target) >= LEAST_COMMON else "text"
 
 
-def joined(
+def join_vocabularies(
     target: TextTokens, draft: TextTokens, num_target_ids: int, num_draft_ids: int, device: torch.device
 ) -> JointVocabulary:
     """Join two vocabularies.
@@ -52,11 +52,12 @@ def joined(
         num_draft_ids: width of the draft model's logits.
         device: of the draft model.
     """
-    of_draft = {text: token for token, text in draft.bytes_by_id.items() if token < num_draft_ids}
-    of_target = {text: token for token, text in target.bytes_by_id.items() if token < num_target_ids}
+    # Of several tokens with the same bytes the last: SentencePiece has byte tokens first, and seldom uses them.
+    of_draft = {text: token for token, text in draft.bytes_by_id.items()}
+    of_target = {text: token for token, text in target.bytes_by_id.items()}
     own = {of_target[text]: token for text, token in of_draft.items() if text in of_target}
     num_common = len(own)
-    own |= _common_specials(target, draft, num_target_ids, num_draft_ids)
+    own |= _common_specials(target, draft)
     joint = [-1] * num_draft_ids
     for of_both, token in own.items():
         joint[token] = of_both
@@ -79,7 +80,7 @@ def joined(
     return JointVocabulary(ids, own, num_target_ids + num_text, *shares)
 
 
-def _common_specials(target: TextTokens, draft: TextTokens, num_target_ids: int, num_draft_ids: int) -> dict[int, int]:
+def _common_specials(target: TextTokens, draft: TextTokens) -> dict[int, int]:
     """Return the draft ids of the target's special tokens that have the same content, or begin or end a text in both.
 
     No draft token stands for two of the target's.
@@ -87,8 +88,10 @@ def _common_specials(target: TextTokens, draft: TextTokens, num_target_ids: int,
     by_role = {token: draft.roles[role] for role, token in target.roles.items() if role in draft.roles}
     by_content = {token: draft.added[content] for content, token in target.added.items() if content in draft.added}
     found: dict[int, int] = {}
+    taken: set[int] = set()
     for token, own in (by_role | by_content).items():
         is_text = token in target.bytes_by_id or own in draft.bytes_by_id
-        if not is_text and token < num_target_ids and own < num_draft_ids and own not in found.values():
+        if not is_text and own not in taken:
             found[token] = own
+            taken.add(own)
     return found

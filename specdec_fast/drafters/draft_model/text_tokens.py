@@ -9,7 +9,9 @@ from specdec_fast.request.token_bytes import bytes_of_tokens
 
 _LEAST_TAIL = 12  # bytes of text before new text, with which it is encoded
 _MOST_TAIL = 24  # tokens of it at most
-_ANCHOR = "\n"  # no tokenizer joins it with a letter that follows, and none puts a space between them
+# Behind which a text is encoded so that no space is put before it. Few tokenizers join a line's end with a letter, or a
+# letter with something else.
+_ANCHORS = "\na"
 
 
 class TextTokens:
@@ -18,40 +20,41 @@ class TextTokens:
     Args:
         tokenizer: a fast tokenizer of transformers.
         bytes_by_id: from ``bytes_of_tokens``.
+        num_ids: number of ids of its model. A tokenizer may have more: those that were added to it alone are left out.
 
     Attributes:
-        bytes_by_id: the bytes of every token that stands for text.
-        added: ids of special and added tokens, by their content.
+        bytes_by_id: the bytes of every token that stands for text, in the order of ids.
+        added: ids of special and added tokens, by their content, in the order of ids.
         roles: ids of the tokens that begin and end a text, by ``"bos"`` and ``"eos"``, as far as there are any.
         first: ids that the tokenizer puts before a text.
         adds_space: whether it puts a space before a text.
     """
 
-    def __init__(self, tokenizer: Any, bytes_by_id: dict[int, bytes]) -> None:
-        self.bytes_by_id = bytes_by_id
+    def __init__(self, tokenizer: Any, bytes_by_id: dict[int, bytes], num_ids: int) -> None:
+        self.bytes_by_id = {token: text for token, text in bytes_by_id.items() if token < num_ids}
+        self._num_ids = num_ids
         # A copy: other threads may change the settings of the caller's, which may also cut or pad texts.
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # a text that spells out a special token has no such token
-        added = self._backend.get_added_tokens_decoder()
-        self.added = {each.content: token for token, each in added.items()}
-        self.contents = {token: content for content, token in self.added.items()}
+        added = sorted(self._backend.get_added_tokens_decoder().items())
+        self.added = {each.content: token for token, each in added if token < num_ids}
         ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
-        self.roles = {role: token for role, token in ids.items() if token is not None}
+        self.roles = {role: token for role, token in ids.items() if token is not None and token < num_ids}
         plain = self._raw("a")
-        whole = list(tokenizer("a").input_ids)
+        whole = self._known(tokenizer("a").input_ids)
         starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
         self.first: list[int] = whole[: starts[0]] if starts else []
-        self.adds_space = self.joined(plain).startswith(b" ")
+        self.adds_space = self.bytes_of(plain).startswith(b" ")
 
     @classmethod
-    def of(cls, tokenizer: Any) -> TextTokens | None:
-        """Return that of a tokenizer; None if its kind is not known."""
+    def of(cls, tokenizer: Any, num_ids: int) -> TextTokens | None:
+        """Return that of a tokenizer, whose model has ``num_ids`` ids; None if its kind is not known."""
         bytes_by_id = bytes_of_tokens(tokenizer)
-        return None if bytes_by_id is None else cls(tokenizer, bytes_by_id)
+        return None if bytes_by_id is None else cls(tokenizer, bytes_by_id, num_ids)
 
-    def joined(self, token_ids: list[int]) -> bytes:
+    def bytes_of(self, token_ids: list[int]) -> bytes:
         """Return the bytes of tokens; special ones have none."""
         of = self.bytes_by_id
         return b"".join(of.get(token, b"") for token in token_ids)
@@ -77,8 +80,13 @@ class TextTokens:
 
     def encode(self, text: bytes) -> list[int] | None:
         """Return tokens whose bytes are exactly those of a text of whole characters; None if none are found."""
-        found = self._encode(text)
-        return found if found is not None or not text else self._aligned(_ANCHOR + text.decode(errors="replace"), text)
+        words = text.decode(errors="replace")
+        tried = [anchor + words for anchor in _ANCHORS]
+        if not self.adds_space:
+            tried.insert(0, words)
+        elif words[:1] == " ":
+            tried.insert(0, words[1:])
+        return next((found for each in tried if (found := self._aligned(each, text)) is not None), None)
 
     def encode_behind(self, before: bytes, text: bytes) -> list[int] | None:
         """Return the tokens of a text of whole characters as they are behind another text.
@@ -93,12 +101,6 @@ class TextTokens:
         """Return the tokens of a text, whatever its normalisation changes; without ``first``."""
         return self._raw(text)
 
-    def _encode(self, text: bytes) -> list[int] | None:
-        words = text.decode(errors="replace")
-        if self.adds_space:
-            words = words[1:] if words[:1] == " " else _ANCHOR + words
-        return self._aligned(words, text)
-
     def _aligned(self, words: str, text: bytes) -> list[int] | None:
         """Return the last tokens of an encoded text whose bytes are ``text``; None if no token begins there."""
         token_ids = self._raw(words)
@@ -111,7 +113,10 @@ class TextTokens:
                 return None
             missing -= len(piece)
         found = token_ids[start:]
-        return found if missing == 0 and self.joined(found) == text else None
+        return found if missing == 0 and self.bytes_of(found) == text else None
 
     def _raw(self, words: str) -> list[int]:
-        return list(self._backend.encode(words, add_special_tokens=False).ids)
+        return self._known(self._backend.encode(words, add_special_tokens=False).ids)
+
+    def _known(self, token_ids: list[int]) -> list[int]:
+        return [token for token in token_ids if token < self._num_ids]

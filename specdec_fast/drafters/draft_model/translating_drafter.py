@@ -16,8 +16,9 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, StepResult
 from specdec_fast.drafters.draft_model.draft_context import ContextReader, DraftContext
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
-from specdec_fast.drafters.draft_model.joint_vocabulary import Translation, joined
+from specdec_fast.drafters.draft_model.joint_vocabulary import Translation, join_vocabularies
 from specdec_fast.drafters.draft_model.text_tokens import TextTokens
+from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.token_bytes import complete
 from specdec_fast.runner.model_memory import logits_bytes
@@ -26,7 +27,7 @@ from specdec_fast.runner.ragged_model import RaggedModel
 # Its pool has so many times the positions of the target's: a text may have more tokens for the draft model. A sequence
 # that has still more, in a language that the draft's tokenizer splits into bytes for example, is decoded plainly.
 MOST_TOKENS = 2
-_PROBE_TEXT = 2  # target tokens of text behind which a proposal is timed
+_NUM_PROBED = 2  # target tokens behind which a proposal is timed
 
 
 class TranslatingDrafter(ModelDrafter):
@@ -62,7 +63,9 @@ class TranslatingDrafter(ModelDrafter):
         super().__init__(model, model.vocab_size, max_prefill_tokens, max_batch_size)
         self._target = target_tokens
         self._draft = draft_tokens
-        self._joint = joined(target_tokens, draft_tokens, target_vocab_size, model.vocab_size, model.layout.device)
+        self._joint = join_vocabularies(
+            target_tokens, draft_tokens, target_vocab_size, model.vocab_size, model.layout.device
+        )
         self._own_ids: list[int] = self._joint.ids.own_ids.tolist()
         self.translation: Translation = self._joint.translation
         self._reader = ContextReader(target_tokens, draft_tokens, self._joint, self.translation)
@@ -112,12 +115,18 @@ class TranslatingDrafter(ModelDrafter):
         if not drafting:
             return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(sequences))
         chosen = self._chosen(drafting)
+        if self.translation == "text":
+            chosen = chosen.cpu()  # in one copy: the tokens are read below
         for sequence, own in zip(drafting, chosen.split(list(drafting.values())), strict=True):
             self._drafted[sequence] = own
             self.draft_kv_length[sequence] = len(self._tokens(sequence)) - 1 + len(own)
         if self.translation == "tokens":
             return Draft(chosen, counts)
-        return self._as_target_tokens(sequences, limits)
+        proposals = [
+            self._translated(s)[:limit] if s in drafting else [] for s, limit in zip(sequences, limits, strict=True)
+        ]
+        token_ids = [token for proposal in proposals for token in proposal]
+        return Draft(to_device(token_ids, self.model.layout.device), [len(proposal) for proposal in proposals])
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         """Do nothing: committed tokens are read when the next draft is wanted."""
@@ -149,17 +158,12 @@ class TranslatingDrafter(ModelDrafter):
             self._pool(), rows, self._clamped(token_ids), list(drafting.values()), most, self._joint.ids
         )
 
-    def _as_target_tokens(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        """Encode what was drafted by the target's tokenizer."""
-        proposals = [
-            self._translated(sequence, self._drafted[sequence].tolist())[:limit] if sequence in self._drafted else []
-            for sequence, limit in zip(sequences, limits, strict=True)
-        ]
-        token_ids = [token for proposal in proposals for token in proposal]
-        return Draft(to_device(token_ids, self.model.layout.device), [len(proposal) for proposal in proposals])
+    def _translated(self, sequence: Sequence) -> list[int]:
+        """Return the target's tokens of what was drafted, up to one without text, unless the target has it, too.
 
-    def _translated(self, sequence: Sequence, joint_ids: list[int]) -> list[int]:
-        """Return the target's tokens of drafted ones, up to one that has no text, unless the target has it, too."""
+        Only whole characters have tokens.
+        """
+        joint_ids = self._drafted[sequence].tolist()
         num_target_ids = self._joint.ids.num_target_ids
         text = b""
         special: list[int] = []
@@ -169,11 +173,14 @@ class TranslatingDrafter(ModelDrafter):
                 special = [joint] if joint < num_target_ids else []
                 break
             text += piece
-        text = text[: complete(text)]
+        end = complete(text)
+        if end < len(text):
+            special = []
+            text = text[:end]
         if not text:
             return special
         tail = self._target.tail(sequence.token_ids)
-        found = self._target.encode_behind(self._target.joined(sequence.token_ids[tail:]), text)
+        found = self._target.encode_behind(self._target.bytes_of(sequence.token_ids[tail:]), text)
         return [] if found is None else found + special
 
     def _own(self, joint_ids: list[int]) -> list[int]:
@@ -183,7 +190,8 @@ class TranslatingDrafter(ModelDrafter):
         return self._contexts[sequence].token_ids
 
     def _probe(self) -> list[int]:
-        return list(self._target.bytes_by_id)[:_PROBE_TEXT]
+        letters = [token for token, text in self._target.bytes_by_id.items() if text.isalpha()]  # of ASCII: whole ones
+        return letters[:_NUM_PROBED] or super()._probe()
 
     def _max_draft_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens the positions allow; 0 if the pool may have no room for the context."""
@@ -203,5 +211,5 @@ class TranslatingDrafter(ModelDrafter):
         room = MOST_TOKENS * pool.num_pages_for(sequence.length - 1 + limit) * pool.page_size - (length - 1)
         return max(0, min(limit, room, super()._max_draft_tokens(sequence)))
 
-    def _begins(self, sequence: Sequence, stop: int, coming: Any) -> bool:
-        return True
+    def _begins(self, sequence: Sequence, stop: int, coming: ComingPages) -> bool:
+        return True  # it shares no pages, so it waits for those of no other

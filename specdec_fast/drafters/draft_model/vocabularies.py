@@ -35,7 +35,10 @@ def drafter_of_model(
         draft_tokenizer = _tokenizer_in_folder(draft)
     if _is_same(draft, target, tokenizer, draft_tokenizer):
         return ModelDrafter(draft, target.vocab_size, config.max_prefill_tokens, config.max_batch_size)
-    found = {"draft": TextTokens.of(draft_tokenizer), "target": TextTokens.of(tokenizer)}
+    found = {
+        "draft": TextTokens.of(draft_tokenizer, draft.vocab_size),
+        "target": TextTokens.of(tokenizer, target.vocab_size),
+    }
     if unknown := [role for role, tokens in found.items() if tokens is None]:
         raise VocabularyMismatchError(
             f"draft {draft.name} has another tokenizer than target {target.name}, and the bytes of the tokens of the "
