@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_fast.drafters.draft_model.draft_context import ContextReader, DraftContext
-from specdec_fast.drafters.draft_model.joint_vocabulary import joined
+from specdec_fast.drafters.draft_model.joint_vocabulary import join_vocabularies
 from specdec_fast.drafters.draft_model.text_tokens import TextTokens
 from support.other_tokenizers import byte_level, sentencepiece
 
@@ -19,17 +19,19 @@ KINDS = {
     "bytes to sentencepiece": (byte_level(TEXTS, 330), sentencepiece(OTHERS, 360)),
     "sentencepiece to bytes": (sentencepiece(TEXTS, 330), byte_level(OTHERS, 360)),
 }
-PAIRS = {kind: tuple(TextTokens.of(tokenizer) for tokenizer in pair) for kind, pair in KINDS.items()}
+PAIRS = {kind: tuple(TextTokens.of(tokenizer, len(tokenizer)) for tokenizer in pair) for kind, pair in KINDS.items()}
 
 texts = st.lists(
-    st.sampled_from([" the", " bird", " 🙂", "🙂", " Zoë", "é", "数", " park", ".", "\n", "  ", "ere", " a", "3"]),
+    st.sampled_from(
+        [" the", " bird", " 🙂", "🙂", "🙃", " Zoë", "é", "数", " park", ".", "\n", "  ", "ere", " a", "3"]
+    ),
     min_size=1,
     max_size=14,
 ).map("".join)
 
 
 def joint_of(pair):
-    return joined(*pair, 400, 400, torch.device("cpu"))
+    return join_vocabularies(*pair, 400, 400, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("translation", ["tokens", "text"])
@@ -47,11 +49,11 @@ def test_a_context_has_the_committed_text(kind, translation, text, data):
         committed = token_ids[:length]
         had = context.token_ids + context.proposed
         reader.read(context, committed)
-        found = draft.joined(context.token_ids) + context.held
-        assert found.lstrip(b" ") == target.joined(committed).lstrip(b" ")  # one may put a space before a text
+        found = draft.bytes_of(context.token_ids) + context.held
+        assert found.lstrip(b" ") == target.bytes_of(committed).lstrip(b" ")  # one may put a space before a text
         assert context.token_ids[: context.num_same] == had[: context.num_same]
         # drafted: the text that comes, in tokens of the draft's choice, and something else behind
-        ahead = text.encode()[len(target.joined(committed)) - target.adds_space :][: data.draw(st.integers(0, 9))]
+        ahead = text.encode()[len(target.bytes_of(committed)) - target.adds_space :][: data.draw(st.integers(0, 9))]
         context.proposed = [of_byte[bytes([byte])] for byte in ahead if bytes([byte]) in of_byte]
         context.proposed += data.draw(st.lists(st.sampled_from(list(draft.bytes_by_id)), max_size=2))
 
@@ -63,7 +65,7 @@ def test_what_was_drafted_and_accepted_stays_as_it_was_drafted():
     token_ids = target.encode_beginning("the bird flew over the")
     reader.read(context, token_ids[:-2])
     begun = list(context.token_ids)
-    rest = target.joined(token_ids[-2:])
+    rest = target.bytes_of(token_ids[-2:])
     of_byte = {piece: token for token, piece in draft.bytes_by_id.items() if len(piece) == 1}
     context.proposed = [of_byte[bytes([byte])] for byte in rest] + [of_byte[b"z"]]
     reader.read(context, token_ids)
@@ -76,7 +78,7 @@ def test_special_tokens_are_translated_by_content_and_by_role():
     draft = sentencepiece(TEXTS, 360)
     for tokenizer in (target, draft):
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
-    pair = TextTokens.of(target), TextTokens.of(draft)
+    pair = TextTokens.of(target, len(target)), TextTokens.of(draft, len(draft))
     joint = joint_of(pair)
     assert joint.own[target.eos_token_id] == draft.eos_token_id
     user = target.convert_tokens_to_ids("<|user|>")
@@ -84,7 +86,7 @@ def test_special_tokens_are_translated_by_content_and_by_role():
     context = DraftContext()
     ContextReader(*pair, joint, "text").read(context, [user, *target.encode("the bird")])
     assert context.token_ids[:2] == [draft.bos_token_id, joint.own[user]]
-    assert pair[1].joined(context.token_ids[2:]).strip() == b"the bird"
+    assert pair[1].bytes_of(context.token_ids[2:]).strip() == b"the bird"
 
 
 def test_a_character_waits_until_it_is_complete():
@@ -96,4 +98,4 @@ def test_a_character_waits_until_it_is_complete():
     for length in range(len(token_ids) - 4, len(token_ids) + 1):
         reader.read(context, token_ids[:length])
         assert context.held == b"" if length in (len(token_ids) - 4, len(token_ids)) else context.held
-    assert draft.joined(context.token_ids).endswith("🙃".encode())
+    assert draft.bytes_of(context.token_ids).endswith("🙃".encode())
