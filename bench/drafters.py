@@ -24,9 +24,9 @@ from bench.common.measurement import DraftTree, Measurement, MethodSetting, Runs
 from bench.common.timing import median_ratio
 from specdec_fast import Engine, EngineConfig, SamplingParams
 from specdec_fast.assets import demo_pair
-from specdec_fast.commands.common import add_drafter_options, format_table
+from specdec_fast.commands.common import add_drafter_options, draft_tokenizer, format_table
 from specdec_fast.commands.prompt_files import read_prompts
-from specdec_fast.drafters import configs_for
+from specdec_fast.drafters import configs_for, draft_tokenizers_for
 from specdec_fast.drafters.suffix.drafter import SuffixDrafter
 from specdec_fast.models.loading import load_model
 
@@ -57,13 +57,15 @@ def settings_of(args: argparse.Namespace) -> Iterator[MethodSetting]:
     ]
     shared = EngineConfig(dtype=dtype, tap_layers=args.tap_layers, enforce_eager=args.enforce_eager)
     drafters = (PLAIN, *args.drafts)
+    tokenizers = draft_tokenizers_for(drafters, draft_tokenizer(args))
     configs = [configs_for(drafters, replace(shared, draft_tree=tree)) for tree in args.draft_tree or [None]]
     for batch_size in args.batch_sizes:
-        for draft, *own in zip(drafters, *configs, strict=True):
+        for draft, tokenizer, *own in zip(drafters, tokenizers, *configs, strict=True):
             # A drafter that reads no draft_tree has one config for all trees, and runs once.
             for config in dict.fromkeys(own):
                 for k in args.num_draft_tokens if draft != PLAIN else [0]:
-                    engine = Engine(target, draft, replace(config, max_batch_size=batch_size, num_draft_tokens=k))
+                    config_of_k = replace(config, max_batch_size=batch_size, num_draft_tokens=k)
+                    engine = Engine(target, draft, config_of_k, draft_tokenizer=tokenizer)
                     decode = partial(run, engine, prompts, params)
                     yield MethodSetting(draft, batch_size, decode, k, draft_tree=config.draft_tree)
 

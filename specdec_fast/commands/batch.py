@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from specdec_fast.commands.common import add_engine_options, add_pair_options, engine_config, report_choice
+from specdec_fast.commands.common import (
+    add_engine_options,
+    add_pair_options,
+    draft_tokenizer,
+    engine_config,
+    report_choice,
+)
 from specdec_fast.commands.prompt_files import BadLineError, parse_json, read_lines
 from specdec_fast.commands.request_options import (
     add_chat_options,
@@ -97,7 +103,7 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     results = ResultFile(args.output, args.resume, lambda record: _number_of(record, numbers), beginning)
     rest = [line for line in lines if line.number not in results.done]
     good = [line for line in rest if line.problem is None]
-    engine = Engine(args.target, args.draft, config) if good else None
+    engine = Engine(args.target, args.draft, config, draft_tokenizer=draft_tokenizer(args)) if good else None
     if engine is not None:
         report_choice(engine)
     reading = _reading(args, engine, options.get("chat_template"))

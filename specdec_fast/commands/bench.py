@@ -19,6 +19,7 @@ from specdec_fast.commands.common import (
     add_quantization_options,
     add_target_options,
     backend_settings,
+    draft_tokenizer,
     drafter_names,
     drawing,
     expect_writable,
@@ -30,7 +31,7 @@ from specdec_fast.commands.prompt_files import PromptLine, read_prompts
 from specdec_fast.commands.request_options import add_chat_options, add_sampling_options, chat_options, sampling_params
 from specdec_fast.commands.speed import PLAIN, Job, Speed, measure, recommended
 from specdec_fast.config import EngineConfig, expect_at_least
-from specdec_fast.drafters import NO_DRAFT, checked_draft, configs_for, is_draft_model
+from specdec_fast.drafters import NO_DRAFT, checked_draft, configs_for, draft_tokenizers_for, is_draft_model
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.loading import load_model
@@ -111,8 +112,10 @@ class _Pair:
             for value in values:
                 replace(self._config, **{name: value})
         self._configs = dict(zip(self.drafts, configs_for(self.drafts, self._config), strict=True))
+        tokenizers = draft_tokenizers_for(self.drafts, draft_tokenizer(args))
+        self._draft_tokenizers = dict(zip(self.drafts, tokenizers, strict=True))
         for draft, config in self._configs.items():
-            checked_draft(draft, config)
+            checked_draft(draft, config, self._draft_tokenizers[draft])
         self._target: Any = args.target
         self._models: dict[str, Any] = {}
 
@@ -132,7 +135,8 @@ class _Pair:
                 self._tokenizer = engine.tokenizer
                 return engine
             config = replace(config, quantization=None, draft_quantization=None)  # the models have it
-            return Engine(self._target, self._draft(draft), config, tokenizer=self._tokenizer)
+            tokenizers = {"tokenizer": self._tokenizer, "draft_tokenizer": self._draft_tokenizers.get(draft)}
+            return Engine(self._target, self._draft(draft), config, **tokenizers)
 
         return make
 
@@ -217,6 +221,7 @@ def _command(args: argparse.Namespace, config: EngineConfig, draft: str, k: int 
     options = {
         "target": args.target,
         "draft": draft,
+        "draft-tokenizer": args.draft_tokenizer if is_draft_model(draft) else None,
         "num-draft-tokens": k or None,
         "batch-size": max(args.batch_sizes),
         "method": config.method,

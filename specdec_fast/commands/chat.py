@@ -12,7 +12,13 @@ from threading import Event
 from types import FrameType
 from typing import Any
 
-from specdec_fast.commands.common import add_decoding_options, add_pair_options, engine_config, report_choice
+from specdec_fast.commands.common import (
+    add_decoding_options,
+    add_pair_options,
+    draft_tokenizer,
+    engine_config,
+    report_choice,
+)
 from specdec_fast.commands.request_options import (
     add_chat_options,
     add_sampling_options,
@@ -46,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("chat reads messages from stdin and prints answers to stdout; one of them is closed.")
     options = chat_options(args)
     sampling_params(args)  # wrong values are refused before the models are loaded
-    engine = Engine(args.target, args.draft, engine_config(args, args.dtype).for_service())
+    config = engine_config(args, args.dtype).for_service()
+    engine = Engine(args.target, args.draft, config, draft_tokenizer=draft_tokenizer(args))
     report_choice(engine)
     chat = Chat(engine, args, options)
     chat.expect_template()

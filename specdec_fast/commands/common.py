@@ -16,6 +16,7 @@ from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError
 from specdec_fast.ops import AUTO, BACKENDS
 from specdec_fast.quantization.rounding import QUANTIZATIONS
+from specdec_fast.request.detokenizer import load_tokenizer
 from specdec_fast.schedulers import SCHEDULERS
 from specdec_fast.speculation_length import LENGTH_POLICIES
 
@@ -131,13 +132,34 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drafter_options(parser: argparse.ArgumentParser, several_trees: bool = False) -> None:
-    """Add --tap-layers and --draft-tree; with ``several_trees`` the latter takes one tree or more, and is a list."""
+    """Add --draft-tokenizer, --tap-layers and --draft-tree, which with ``several_trees`` takes several: a list."""
+    parser.add_argument(
+        "--draft-tokenizer",
+        metavar="TOKENIZER",
+        help="name or folder of a draft model's tokenizer, which may be another one than the target's (default: the "
+        "one in its folder)",
+    )
     add_tap_layers(parser)
     meaning = (
         "what a drafter of trees drafts: 'chain', a number of nodes, or rank paths as JSON, such as "
         "[[0],[0,0],[1]] (default: the drafter's own)"
     )
     parser.add_argument("--draft-tree", type=_tree, nargs="+" if several_trees else None, metavar="TREE", help=meaning)
+
+
+def draft_tokenizer(args: argparse.Namespace) -> Any | None:
+    """Load the tokenizer of --draft-tokenizer, before any model is loaded; None without it.
+
+    Raises ConfigError if there is none.
+    """
+    if args.draft_tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(args.draft_tokenizer)
+    if tokenizer is None:
+        raise ConfigError(
+            f"--draft-tokenizer {args.draft_tokenizer}: no tokenizer can be read there; pass the name or folder of one."
+        )
+    return tokenizer
 
 
 def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its checkpoint's") -> None:

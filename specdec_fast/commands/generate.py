@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec_fast.commands.common import add_engine_options, add_pair_options, engine_config
+from specdec_fast.commands.common import add_engine_options, add_pair_options, draft_tokenizer, engine_config
 from specdec_fast.commands.line_results import write_results
 from specdec_fast.commands.prompt_files import read_prompts
 from specdec_fast.commands.request_options import (
@@ -42,8 +42,9 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.dtype)
     # wrong values are refused before the models are loaded
     common = replace(sampling_params(args, **output_params(args)), structured_outputs=structured_outputs(args))
+    tokenizer = draft_tokenizer(args)
     with reserved_output(args, args.prompts):
-        return write_results(args, lines, args.draft, config, common, options, _record)
+        return write_results(args, lines, args.draft, config, common, options, _record, tokenizer)
 
 
 def _record(output: GenerationOutput) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def write_results(
     common: SamplingParams,
     options: dict[str, Any],
     record_of: Callable[[GenerationOutput], dict[str, Any]],
+    draft_tokenizer: Any | None = None,
 ) -> int:
     """Serve every valid line, and report every invalid one by its number.
 
@@ -39,6 +40,7 @@ def write_results(
             l from 1.
         options: how prompts become token ids.
         record_of: returns what is written of an output, beside its line, choice and error.
+        draft_tokenizer: of a draft model; None: the one in its folder.
 
     Returns:
         The exit status: 0, 1 if a line could not be served, or that of an interrupt.
@@ -50,7 +52,7 @@ def write_results(
     params = [common.with_seed_offset((line.number - 1) * n + 1) for line in good]
     if draft == AUTO_DRAFT and good:
         config = replace(config, max_batch_size=min(config.max_batch_size, len(good) * n))
-    engine = Engine(args.target, draft, config) if good else None
+    engine = Engine(args.target, draft, config, draft_tokenizer=draft_tokenizer) if good else None
     if engine is not None:
         report_choice(engine)
     num_bad = 0

@@ -16,6 +16,7 @@ from specdec_fast.commands.common import (
     add_drafter_options,
     add_quantization_options,
     backend_settings,
+    draft_tokenizer,
     drafter_names,
     format_table,
     quantization_settings,
@@ -23,11 +24,20 @@ from specdec_fast.commands.common import (
 from specdec_fast.commands.plan_report import PlanReport, print_plan
 from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import checked_draft, copied_quantization, has_weights, is_draft_model
+from specdec_fast.drafters.draft_model.translating_drafter import MOST_TOKENS
+from specdec_fast.drafters.draft_model.vocabularies import tokenizer_beside
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.memory import affordable_draft
 from specdec_fast.errors import ConfigError
 from specdec_fast.planner.budget import EngineMemory, budget_error, shown
-from specdec_fast.planner.checkpoint import checkpoint_sizes, copy_sizes, estimated_memory, least_memory, without_pages
+from specdec_fast.planner.checkpoint import (
+    checkpoint_sizes,
+    copy_sizes,
+    estimated_memory,
+    least_memory,
+    with_joint_vocabulary,
+    without_pages,
+)
 from specdec_fast.planner.choice import (
     DEFAULT_ACCEPTANCE,
     MOST_DRAFT_TOKENS,
@@ -39,6 +49,7 @@ from specdec_fast.planner.choice import (
 from specdec_fast.planner.costs import ComputedTimes, Device, MeasuredTimes, StepTimes
 from specdec_fast.planner.loaded import loaded_memory
 from specdec_fast.planner.scylla import fits_of
+from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.speculation_length.step_costs import StepCosts
 
@@ -158,12 +169,16 @@ def _computed(
                 f"{getattr(args, name)}, expected a number from {least:g} to {most:g}."
             )
     dtype: Any = config.dtype
-    draft = checked_draft(args.draft, config)
+    tokenizer = draft_tokenizer(args)
+    draft = checked_draft(args.draft, config, tokenizer)
     target = checkpoint_sizes(args.target, dtype, config.quantization)
     of_draft = held = None
     quantization = copied_quantization(draft)
     if is_draft_model(draft):
         of_draft = held = checkpoint_sizes(draft, dtype, config.draft_quantization)
+        other = tokenizer_beside(draft) if tokenizer is None else tokenizer
+        if same_vocabulary(load_tokenizer(args.target), other) is False:
+            held = with_joint_vocabulary(of_draft, target, MOST_TOKENS)
     elif quantization is not None:
         of_draft = copy_sizes(args.target, dtype, quantization)
         held = without_pages(of_draft)
@@ -181,14 +196,16 @@ def _measured(
     args: argparse.Namespace, config: EngineConfig, traffic: Traffic, acceptance: Sequence[float]
 ) -> tuple[EngineMemory, StepTimes, int]:
     """Load the models if they can fit, and time their forwards at the batch sizes that do."""
-    checked = checked_draft(args.draft, config)
+    tokenizer = draft_tokenizer(args)
+    checked = checked_draft(args.draft, config, tokenizer)
     if (known := _known_memory(args.target, config)) is not None:
         _expect_one(known, args.memory, traffic)
     within = replace(config, memory_bytes=args.memory, kv_cache_tokens=traffic.positions())
     draft = affordable_draft(args.target, checked, within)
-    if draft is None:  # no draft model is left that reads it
+    if draft is None:  # no draft model is left that reads these
         config = replace(config, draft_quantization=None)
-    engine = Engine(args.target, draft, config)
+        tokenizer = None
+    engine = Engine(args.target, draft, config, draft_tokenizer=tokenizer)
     _expect_positions(engine.target.max_positions, traffic)
     drafts = engine.drafter if engine.core.length_policy.max_draft_tokens else None
     memory = loaded_memory(engine.target, drafts, config.page_size)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from specdec_fast.commands.common import (
     add_drafter_options,
     add_engine_options,
+    draft_tokenizer,
     drafter_names,
     engine_config,
     report_choice,
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with _exits_at_signals(), _bound(args.host, args.port) as listener:
         limits = {"max_waiting": args.max_waiting, "kv_token_budget": args.kv_token_budget}
-        engine = AsyncEngine(args.target, args.draft, config, **limits)
+        engine = AsyncEngine(args.target, args.draft, config, draft_tokenizer=draft_tokenizer(args), **limits)
         report_choice(engine.engine)
         if chat_template is not None and engine.engine.tokenizer is not None:
             engine.engine.tokenizer.chat_template = chat_template

@@ -15,6 +15,7 @@ from specdec_fast.commands.common import (
     add_drafter_options,
     add_quantization_options,
     backend_settings,
+    draft_tokenizer,
     drafter_names,
     drawing,
     expect_writable,
@@ -110,6 +111,7 @@ def matrix_of(args: argparse.Namespace) -> Matrix:
         methods=tuple(args.methods),
         batch_sizes=tuple(args.batch_sizes),
         num_draft_tokens=tuple(args.num_draft_tokens),
+        draft_tokenizer=draft_tokenizer(args),
     )
 
 

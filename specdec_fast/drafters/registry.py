@@ -70,13 +70,13 @@ CHECKPOINT_DRAFTERS: dict[str, tuple[Callable[[DrafterContext, str], Drafter], C
 _SETTINGS = ("tap_layers", "draft_tree", "draft_quantization")  # those that are for some drafters only
 
 
-def checked_draft(draft: Any, config: EngineConfig) -> Any:
+def checked_draft(draft: Any, config: EngineConfig, draft_tokenizer: Any | None = None) -> Any:
     """Return ``draft``, or None for plain decoding. The engine calls this before it loads anything.
 
     Raises:
         ConfigError: ``draft`` has a type that ``make_drafter`` does not accept, or looks like a misspelt drafter; or
-            ``draft_quantization`` is set, and the drafter does not read it; or it is a copy of a target that
-            ``quantization`` rounds.
+            ``draft_quantization`` or ``draft_tokenizer`` is given, and the drafter does not read it; or it is a copy of
+            a target that ``quantization`` rounds.
     """
     if not isinstance(draft, (str, PathLike, nn.Module, Drafter)) and draft is not None:
         raise ConfigError(
@@ -91,11 +91,15 @@ def checked_draft(draft: Any, config: EngineConfig) -> Any:
             raise ConfigError(
                 f"draft={draft!r}: did you mean {close[0]!r}? For a folder of that name, pass './{draft}'."
             )
+    unread = None
     if config.draft_quantization is not None and "draft_quantization" not in _settings_of(draft):
+        unread = f"draft_quantization={config.draft_quantization!r}"
+    elif draft_tokenizer is not None and not is_draft_model(draft):
+        unread = "draft_tokenizer"
+    if unread is not None:
         raise ConfigError(
-            f"draft_quantization={config.draft_quantization!r} has no effect with draft="
-            f"{draft.name if isinstance(draft, Drafter) else draft!r}: draft models read it; leave it out, or pass a "
-            "draft model."
+            f"{unread} has no effect with draft={draft.name if isinstance(draft, Drafter) else draft!r}: draft models "
+            "read it; leave it out, or pass a draft model."
         )
     if config.quantization is not None and copied_quantization(draft) is not None:
         raise ConfigError(
@@ -179,6 +183,12 @@ def configs_for(drafts: Many[Any], config: EngineConfig) -> list[EngineConfig]:
     read = [set(_settings_of(draft)) for draft in drafts]
     unread: list[dict[str, Any]] = [dict.fromkeys(set().union(*read) - names) for names in read]
     return [replace(config, **names) for names in unread]
+
+
+def draft_tokenizers_for(drafts: Many[Any], draft_tokenizer: Any | None) -> list[Any | None]:
+    """Return the draft tokenizer for each of several drafters: those without a model get none, unless all are such."""
+    are_models = [is_draft_model(draft) for draft in drafts]
+    return [draft_tokenizer if is_model or not any(are_models) else None for is_model in are_models]
 
 
 def _settings_of(draft: Any) -> tuple[str, ...]:

@@ -94,8 +94,8 @@ class Engine:
         self.process = OwnProcess()  # first, so that it is also the first to refuse a copy
         self.config = as_config(config, keywords)
         scheduler = make_scheduler(self.config)
-        draft = checked_draft(draft, self.config)
         expect_tokenizers(tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
+        draft = checked_draft(draft, self.config, draft_tokenizer)
         draft = affordable_draft(target, draft, self.config)
         model = load_model(
             target,

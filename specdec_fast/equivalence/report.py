@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.drafters import checked_draft, configs_for, is_draft_model
+from specdec_fast.drafters import checked_draft, configs_for, draft_tokenizers_for, is_draft_model
 from specdec_fast.engine.engine import Engine
 from specdec_fast.equivalence.compare import (
     Comparison,
@@ -53,6 +53,7 @@ class Matrix:
     num_draft_tokens: tuple[int | str, ...]
     # largest number of batches that a setting decodes, because small batches take long; None: all prompts
     rounds: int | None = None
+    draft_tokenizer: Any | None = None  # of the draft models; None: those in their folders
 
     def settings(self) -> Iterator[Setting]:
         """Yield every way to decode, without dtype and sampling."""
@@ -116,6 +117,8 @@ class Models:
             for name in matrix.drafts
         }
         self._configs = dict(zip(matrix.drafts, configs_for(matrix.drafts, self._config), strict=True))
+        tokenizers = draft_tokenizers_for(matrix.drafts, matrix.draft_tokenizer)
+        self._draft_tokenizers = dict(zip(matrix.drafts, tokenizers, strict=True))
         self._by_transformers: dict[int, list[list[int]]] = {}
         self.expected = {name: self._decode(self.alone, name) for name in matrix.samplings}
         self._expected_eagerly: dict[str, list[GenerationOutput]] = {}
@@ -133,7 +136,8 @@ class Models:
             enforce_eager=setting.enforce_eager or self.matrix.config.enforce_eager,
         )
         draft = self.drafts.get(setting.drafter)
-        engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer)
+        draft_tokenizer = self._draft_tokenizers.get(setting.drafter)
+        engine = Engine(self.target, draft, config, tokenizer=self.alone.tokenizer, draft_tokenizer=draft_tokenizer)
         for name in self.matrix.samplings:
             # the name of the folder, without its path on this machine
             named = replace(setting, dtype=self.dtype, sampling=name, drafter=Path(setting.drafter).name)
@@ -234,8 +238,9 @@ def run(matrix: Matrix, prompts: list[list[int]], progress: Callable[[str], None
 def _expect_drafts(matrix: Matrix) -> None:
     """Raise ConfigError if a drafter cannot be made, or a setting for drafters has no effect on any of them."""
     drafts = matrix.drafts or (None,)
-    for draft, own in zip(drafts, configs_for(drafts, matrix.config), strict=True):
-        checked_draft(draft, own)
+    tokenizers = draft_tokenizers_for(drafts, matrix.draft_tokenizer)
+    for draft, own, tokenizer in zip(drafts, configs_for(drafts, matrix.config), tokenizers, strict=True):
+        checked_draft(draft, own, tokenizer)
 
 
 def _tokens(outputs: list[GenerationOutput]) -> list[list[int]]:

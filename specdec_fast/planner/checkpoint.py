@@ -107,6 +107,16 @@ def without_pages(sizes: CheckpointSizes) -> CheckpointSizes:
     return sizes._replace(bytes_per_token=0, row_bytes=0)
 
 
+def with_joint_vocabulary(draft: CheckpointSizes, target: CheckpointSizes, most_tokens: int) -> CheckpointSizes:
+    """Return the memory of a draft model with another tokenizer, whose logits are also laid out over both vocabularies.
+
+    Its pool has ``most_tokens`` positions for each of the target's.
+    """
+    joint_bytes = draft.logits_bytes + target.logits_bytes  # at most: common tokens count once
+    per_token = most_tokens * draft.bytes_per_token
+    return draft._replace(bytes_per_token=per_token, logits_bytes=draft.logits_bytes + joint_bytes)
+
+
 def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
     """Return what an engine needs at least: weights, KV entries, recurrent states and a step's logits.
 

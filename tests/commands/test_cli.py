@@ -19,6 +19,7 @@ from specdec_fast.equivalence.report import Models
 from specdec_fast.ops import BACKENDS, all_ops, registry
 from support.commands import DRAFT, TARGET, options_of, run_generate, run_verify, write_lines
 from support.grids import grid
+from support.other_tokenizers import byte_level
 
 
 # Both schedulers, with and without drafting, more prompts than a batch holds, each backend of a CPU.
@@ -86,24 +87,24 @@ class MadeEngineError(Exception):
     """Stands for an engine that need not be made."""
 
 
-@pytest.mark.parametrize("option", [None, "--prefix-cache", "--no-prefix-cache"])
-@pytest.mark.parametrize(
-    ("command", "maker", "is_on"),
-    [
-        ("generate", "commands.line_results.Engine", False),
-        ("chat", "commands.chat.Engine", True),
-        ("batch", "commands.batch.Engine", True),
-        ("serve", "service.async_engine.Engine", True),
-    ],
-)
-def test_which_commands_keep_prefixes(in_folder, monkeypatch, command, maker, is_on, option):
-    configs = []
+# the commands that decode requests, and where each makes its engine
+MAKERS = {
+    "generate": "commands.line_results.Engine",
+    "chat": "commands.chat.Engine",
+    "batch": "commands.batch.Engine",
+    "serve": "service.async_engine.Engine",
+}
+
+
+def engine_arguments(in_folder, monkeypatch, command, *options):
+    """Run a command as far as its engine; return the engine's configuration and its keywords."""
+    made = []
 
     def make(target, draft, config, **others):
-        configs.append(config)
+        made.append((config, others))
         raise MadeEngineError
 
-    monkeypatch.setattr(f"specdec_fast.{maker}", make)
+    monkeypatch.setattr(f"specdec_fast.{MAKERS[command]}", make)
     body = {"model": TARGET, "prompt": "Once", "max_tokens": 2}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     files = {"generate": ["--prompts", write_lines(in_folder / "in.jsonl", {"prompt": "Once"})]}
@@ -112,10 +113,26 @@ def test_which_commands_keep_prefixes(in_folder, monkeypatch, command, maker, is
         files[command] += ["--output", str(in_folder / "out.jsonl")]
     if command == "serve":
         files["serve"] = ["--port", "0"]
-    argv = [command, "--target", TARGET, "--draft", DRAFT, *files.get(command, []), *([option] if option else [])]
     with pytest.raises(MadeEngineError):
-        main(argv)
-    assert bool(configs[0].prefix_cache) == (is_on if option is None else option == "--prefix-cache")
+        main([command, "--target", TARGET, "--draft", DRAFT, *files.get(command, []), *options])
+    return made[0]
+
+
+@pytest.mark.parametrize("option", [None, "--prefix-cache", "--no-prefix-cache"])
+@pytest.mark.parametrize("command", MAKERS)
+def test_which_commands_keep_prefixes(in_folder, monkeypatch, command, option):
+    config, _ = engine_arguments(in_folder, monkeypatch, command, *([option] if option else []))
+    is_on = command != "generate"
+    assert bool(config.prefix_cache) == (is_on if option is None else option == "--prefix-cache")
+
+
+@pytest.mark.parametrize("command", MAKERS)
+def test_a_draft_model_gets_the_tokenizer_that_is_named(in_folder, monkeypatch, command):
+    byte_level(["one two"], 300).save_pretrained("other")
+    _, keywords = engine_arguments(in_folder, monkeypatch, command, "--draft-tokenizer", "other")
+    assert len(keywords["draft_tokenizer"]) == len(byte_level(["one two"], 300))
+    _, keywords = engine_arguments(in_folder, monkeypatch, command)
+    assert keywords["draft_tokenizer"] is None
 
 
 def test_misspelt_number_of_draft_tokens_is_an_error(capsys):

@@ -22,6 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from specdec_fast.integrations.lm_eval import EngineLM
+from support.other_tokenizers import byte_level
 
 pytestmark = pytest.mark.grid  # `make test-rest` installs the extra
 
@@ -155,11 +156,14 @@ def test_an_evaluation_has_the_results_of_hf(ours, theirs, tasks, monkeypatch):
         assert len(samples) == len(found["samples"][task]) == 8
 
 
-def test_it_is_made_of_the_arguments_of_the_command(prompts):
+def test_it_is_made_of_the_arguments_of_the_command(prompts, tmp_path):
     arguments = f"pretrained={TARGET},draft={demo_pair() / 'draft'},dtype=float32,num_draft_tokens=3,max_gen_toks=7"
+    byte_level(["one two"], 1024).save_pretrained(tmp_path)
     lm = get_model("specdec_fast").create_from_arg_string(
-        arguments, {"batch_size": "auto", "max_batch_size": 4, "device": "cpu"}
+        f"{arguments},draft_tokenizer={tmp_path}",
+        {"batch_size": "auto", "max_batch_size": 4, "device": "cpu"},
     )
+    assert lm.engine.describe()["draft"]["translation"] == "text"
     assert lm.engine.config.num_draft_tokens == 3
     assert lm.engine.config.max_batch_size == 16
     (text,) = lm.generate_until(instances("generate_until", (prompts[0], {})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from typing import Any
 
 from specdec_fast.config import EngineConfig
@@ -32,7 +33,7 @@ def drafter_of_model(
         NotYetSupportedError: it has another vocabulary and recurrent layers.
     """
     if draft_tokenizer is None:
-        draft_tokenizer = _tokenizer_in_folder(draft)
+        draft_tokenizer = tokenizer_beside(draft.path)
     if _is_same(draft, target, tokenizer, draft_tokenizer):
         return ModelDrafter(draft, target.vocab_size, config.max_prefill_tokens, config.max_batch_size)
     found = {
@@ -58,10 +59,11 @@ def drafter_of_model(
     )
 
 
-def _tokenizer_in_folder(draft: RaggedModel) -> Any | None:
+def tokenizer_beside(path: str | PathLike[str] | None) -> Any | None:
+    """Return the tokenizer beside a draft model; None if there is none, or it needs code of its own."""
     try:
-        return load_tokenizer(draft.path)
-    except ConfigError:  # it needs code of its own
+        return load_tokenizer(None if path is None else fspath(path))
+    except ConfigError:
         return None
 
 

@@ -95,6 +95,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         chat_template_args: variables for the chat template.
         device: as in EngineConfig.
         max_batch_size: ignored; lm-eval passes it.
+        draft_tokenizer: of a draft model that may have another one, or its name; None: that beside the draft model.
         **settings: other fields of EngineConfig, such as ``dtype`` and ``num_draft_tokens``.
 
     Raises:
@@ -115,14 +116,15 @@ class EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         chat_template_args: dict[str, Any] | None = None,
         device: Any = None,
         max_batch_size: Any = None,
+        draft_tokenizer: Any = None,
         **settings: Any,
     ) -> None:
         super().__init__()
         rows = _AUTO_ROWS if str(batch_size).startswith("auto") else int(batch_size)
-        named = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        tokenizers = {"tokenizer": _loaded(tokenizer), "draft_tokenizer": _loaded(draft_tokenizer)}
         config = EngineConfig.from_keywords({"max_batch_size": rows, "device": device} | settings).for_service()
         # Without a drafter there would be no draft tokens in a step, forced ones neither.
-        self.engine = Engine(pretrained, "ngram" if draft is None else draft, config, tokenizer=named)
+        self.engine = Engine(pretrained, "ngram" if draft is None else draft, config, **tokenizers)
         self._num_draft_tokens = 0 if draft is None else None
         self.tokenizer: Any = self.engine.tokenizer
         if self.tokenizer is None:
@@ -300,6 +302,10 @@ class EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
                 text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             text = text.lstrip()
         return postprocess_generated_text(text, until, end if isinstance(end, str) else None)
+
+
+def _loaded(tokenizer: Any) -> Any:
+    return AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
 
 def _score_of(sequence: Any, text: _Scored) -> tuple[float, bool]:
