@@ -21,15 +21,15 @@ void check(const Choice& choice) {
     throw std::out_of_range("draft id " + std::to_string(id) + " stands for " + std::to_string(choice.target_ids[id]) +
                             "; the target has " + std::to_string(choice.num_target_ids) + " ids");
   }
-  if (choice.own_ids == nullptr) return;
+  if (choice.drafter_ids == nullptr) return;
   if (choice.target_ids == nullptr || choice.num_choosable < 1 || choice.num_choosable > choice.num_target_ids) {
     throw std::invalid_argument("of " + std::to_string(choice.num_target_ids) + " ids of a target, " +
                                 std::to_string(choice.num_choosable) + " may be chosen");
   }
   for (std::int64_t id = 0; id < choice.num_choosable; ++id) {
-    if (choice.own_ids[id] >= 0 && choice.own_ids[id] < choice.width) continue;
+    if (choice.drafter_ids[id] >= 0 && choice.drafter_ids[id] < choice.width) continue;
     throw std::out_of_range("id " + std::to_string(id) + " of the target stands for " +
-                            std::to_string(choice.own_ids[id]) + "; the drafter has " + std::to_string(choice.width) +
+                            std::to_string(choice.drafter_ids[id]) + "; the drafter has " + std::to_string(choice.width) +
                             " ids");
   }
 }

@@ -24,7 +24,7 @@ struct Choice {
   std::int64_t num_target_ids = 0;
   // If the drafter's rows take ids of its own instead of the target's, its id of each of the target's, and the number of
   // the target's first ids that may be chosen. Null: rows take what was chosen, and every id of the drafter may be.
-  const std::int64_t* own_ids = nullptr;
+  const std::int64_t* drafter_ids = nullptr;
   std::int64_t num_choosable = 0;
 };
 

@@ -63,8 +63,8 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
   const std::size_t num_sequences = counts.size();
   const std::unique_ptr<char[]> logits(
       new char[num_sequences * static_cast<std::size_t>(choice.width * item_size(choice.dtype))]);
-  const bool is_wide = choice.target_ids != nullptr && (choice.sampling != nullptr || choice.own_ids != nullptr);
-  const std::int64_t num_choosable = choice.own_ids != nullptr ? choice.num_choosable : choice.num_target_ids;
+  const bool is_wide = choice.target_ids != nullptr && (choice.sampling != nullptr || choice.drafter_ids != nullptr);
+  const std::int64_t num_choosable = choice.drafter_ids != nullptr ? choice.num_choosable : choice.num_target_ids;
   const std::unique_ptr<WideLogits> wide = is_wide ? std::make_unique<WideLogits>(choice, num_sequences) : nullptr;
   Carried carried(request.carried, num_threads);
   std::vector<std::int64_t> first(num_sequences + 1);  // index of each sequence's first token
@@ -109,7 +109,7 @@ void draft(Program& program, const Pages& pages, const DraftRequest& request, co
       kept.insert(kept.end(), hidden, hidden + carried.row_bytes());
       going_on.push_back(b);
       after.push_back(spans[i].behind());
-      fed.push_back(choice.own_ids != nullptr ? choice.own_ids[token] : token);
+      fed.push_back(choice.drafter_ids != nullptr ? choice.drafter_ids[token] : token);
     }
     members.swap(going_on);
     spans.swap(after);

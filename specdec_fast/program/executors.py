@@ -42,8 +42,8 @@ class TokenChoice(NamedTuple):
     num_target_ids: int = 0  # the target's number of ids, if there are target_ids
     # of a drafter whose rows take ids of its own, [num_target_ids] int64: its id of each of the target's. None: they
     # take the target's.
-    own_ids: Tensor | None = None
-    num_choosable: int = 0  # with own_ids: the target's ids below it may be chosen, in place of all of the drafter
+    drafter_ids: Tensor | None = None
+    num_choosable: int = 0  # with drafter_ids: the target's ids below it may be chosen, in place of all of the drafter
 
 
 class Projection(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec_fast.batch.own_vocabulary import OwnVocabulary
+from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -52,17 +52,22 @@ class CppRunner(EagerRunner):
         token_ids: list[int],
         num_draft_tokens: list[int],
         vocab_size: int,
-        vocabulary: OwnVocabulary | None = None,
+        joint: JointIds | None = None,
     ) -> Tensor:
         """Draft in one call, unless a sequence edits logits; see ``EagerRunner.draft``."""
         sequences = owners(rows)
         if any(sequence.edits_logits for sequence in sequences):
-            return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, vocabulary)
+            return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, joint)
         spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
         sampling = sampling_of(sequences, pool.layout.device)
-        if vocabulary is None:
-            choice = TokenChoice(vocab_size, sampling)
-        else:
-            joint, own, num_ids, _ = vocabulary
-            choice = TokenChoice(self._vocab_size, sampling, joint, num_ids, own, vocab_size)
+        choice = TokenChoice(vocab_size, sampling)
+        if joint is not None:
+            choice = TokenChoice(
+                self._vocab_size,
+                sampling,
+                target_ids=joint.joint_ids,
+                num_target_ids=joint.num_ids,
+                drafter_ids=joint.draft_ids,
+                num_choosable=vocab_size,
+            )
         return self._program.draft(spans, token_ids, num_draft_tokens, choice)

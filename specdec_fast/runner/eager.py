@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.own_vocabulary import OwnVocabulary
+from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
@@ -91,7 +91,7 @@ class EagerRunner:
         token_ids: list[int],
         num_draft_tokens: list[int],
         vocab_size: int,
-        vocabulary: OwnVocabulary | None = None,
+        joint: JointIds | None = None,
     ) -> Tensor:
         """Draft a chain for each sequence by the model's own choice.
 
@@ -101,8 +101,8 @@ class EagerRunner:
             token_ids: of those rows.
             num_draft_tokens: number of tokens to draft per sequence, at least 1.
             vocab_size: the model chooses ids below it.
-            vocabulary: the joint ids that it chooses, if its own ones are not those of the target; ``token_ids`` are
-                its own. None: its ids are the target's.
+            joint: its ids and the target's, if they differ: it takes its own, as ``token_ids`` are, and chooses joint
+                ones. None: its ids are the target's.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
@@ -110,17 +110,17 @@ class EagerRunner:
         """
 
         def forward(batch: RaggedBatch, carried: None, wanted: Tensor | None) -> tuple[Tensor, None]:
-            if vocabulary is None:
+            if joint is None:
                 return self._forward(batch, pool, wanted, None), None
-            own = replace(batch, token_ids=vocabulary.own_ids[batch.token_ids])
-            return widened(self._forward(own, pool, wanted, None), vocabulary.joint_ids, vocabulary.num_ids), None
+            batch = replace(batch, token_ids=joint.draft_ids[batch.token_ids])
+            return widened(self._forward(batch, pool, wanted, None), joint.joint_ids, joint.num_ids), None
 
         def choose(logits: Tensor, tokens: Tensor, sampling: Sampling | None) -> Tensor:
             return chosen_tokens(self._ops, logits, vocab_size, sampling, tokens)
 
         first = to_device(token_ids, pool.layout.device)
-        if vocabulary is not None:
-            first = vocabulary.joint_ids[first]
+        if joint is not None:
+            first = joint.joint_ids[first]
         with self._attached():
             return draft_on_pages(pool, rows, first, None, num_draft_tokens, forward, choose)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec_fast.batch.own_vocabulary import OwnVocabulary
+from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out_on_host, take_back
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -62,15 +62,15 @@ class GraphRunner(EagerRunner):
         token_ids: list[int],
         num_draft_tokens: list[int],
         vocab_size: int,
-        vocabulary: OwnVocabulary | None = None,
+        joint: JointIds | None = None,
     ) -> Tensor:
         """Replay the graph of a whole drafting loop, if there is one for these sequences.
 
         A sequence that gets fewer tokens than others, as at the end of its text, has as many forwards. Those that it
         does not need write their KV entries into the scratch page.
         """
-        if vocabulary is not None:  # a graph knows one vocabulary
-            return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, vocabulary)
+        if joint is not None:  # a graph chooses among the ids of its model
+            return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, joint)
         num_forwards = max(num_draft_tokens)
         longest = max(row.start + row.count for row in rows) + num_forwards - 1
         fits = self._max_positions is None or longest <= self._max_positions
@@ -81,4 +81,4 @@ class GraphRunner(EagerRunner):
             if chosen is not None:
                 return first_tokens(chosen, num_draft_tokens)
             take_back(pool, layout)
-        return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, vocabulary)
+        return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, joint)

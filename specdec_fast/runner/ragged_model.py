@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.batch.own_vocabulary import OwnVocabulary
+from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
 from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
@@ -310,7 +310,7 @@ class RaggedModel:
         token_ids: list[int],
         num_draft_tokens: list[int],
         num_choosable: int,
-        vocabulary: OwnVocabulary,
+        joint: JointIds,
     ) -> Tensor:
         """Continue texts that are given in this model's own ids; see ``draft_step``.
 
@@ -320,13 +320,13 @@ class RaggedModel:
             token_ids: of those rows, in this model's ids.
             num_draft_tokens: number of tokens to draft per sequence, at least 1.
             num_choosable: the model chooses joint ids below it.
-            vocabulary: the joint ids.
+            joint: its ids and the target's.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64 joint ids, sequence after sequence.
 
         """
-        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, num_choosable, vocabulary)
+        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, num_choosable, joint)
 
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""

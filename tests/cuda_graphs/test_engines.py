@@ -120,9 +120,9 @@ def test_sequences_at_their_end_draft_in_the_graph_of_the_others(pair, max_posit
     without_graph = []
     draft = EagerRunner.draft
 
-    def note(self, pool, rows, token_ids, num_draft_tokens, vocab_size, vocabulary=None):
+    def note(self, pool, rows, token_ids, num_draft_tokens, vocab_size, joint=None):
         without_graph.append(num_draft_tokens)
-        return draft(self, pool, rows, token_ids, num_draft_tokens, vocab_size, vocabulary)
+        return draft(self, pool, rows, token_ids, num_draft_tokens, vocab_size, joint)
 
     monkeypatch.setattr(EagerRunner, "draft", note)
     outputs = []

@@ -52,9 +52,9 @@ class ContextReader:
             return
         if context.num_read == 0:
             self._begin(context, new)
-        elif self._by_token and not context.held and all(token in self._joint.own for token in new):
+        elif self._by_token and not context.held and all(token in self._joint.draft_of_target for token in new):
             before = len(context.token_ids)
-            context.token_ids += [self._joint.own[token] for token in new]
+            context.token_ids += [self._joint.draft_of_target[token] for token in new]
             context.num_same = before + _num_equal(context.token_ids[before:], context.proposed)
         else:
             self._append(context, new)
@@ -133,8 +133,8 @@ class ContextReader:
         for token in token_ids:
             text = self._target.bytes_by_id.get(token)
             if text is None:
-                if token in self._joint.own:
-                    pieces.append(self._joint.own[token])
+                if token in self._joint.draft_of_target:
+                    pieces.append(self._joint.draft_of_target[token])
             elif pieces and isinstance(pieces[-1], bytes):
                 pieces[-1] += text
             else:

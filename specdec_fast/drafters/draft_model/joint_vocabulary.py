@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from specdec_fast.batch.own_vocabulary import OwnVocabulary
+from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.drafters.draft_model.text_tokens import TextTokens
 
 Translation = Literal["tokens", "text"]
@@ -22,14 +22,14 @@ class JointVocabulary(NamedTuple):
 
     Attributes:
         ids: of both, for the draft model's forwards.
-        own: the draft id of every target id that the draft model has, too; common special tokens included.
+        draft_of_target: the draft id of every target id that both have; common special tokens included.
         num_choosable: joint ids below it stand for text, or for tokens that the target has.
         share_of_draft: share of the draft's tokens of text that the target has.
         share_of_target: share of the target's tokens of text that the draft has.
     """
 
-    ids: OwnVocabulary
-    own: dict[int, int]
+    ids: JointIds
+    draft_of_target: dict[int, int]
     num_choosable: int
     share_of_draft: float
     share_of_target: float
@@ -55,29 +55,29 @@ def join_vocabularies(
     # Of several tokens with the same bytes the last: SentencePiece has byte tokens first, and seldom uses them.
     of_draft = {text: token for token, text in draft.bytes_by_id.items()}
     of_target = {text: token for token, text in target.bytes_by_id.items()}
-    own = {of_target[text]: token for text, token in of_draft.items() if text in of_target}
-    num_common = len(own)
-    own |= _common_specials(target, draft)
-    joint = [-1] * num_draft_ids
-    for of_both, token in own.items():
-        joint[token] = of_both
-    rest = [token for token in range(num_draft_ids) if joint[token] < 0]
+    draft_of_target = {of_target[text]: token for text, token in of_draft.items() if text in of_target}
+    num_common = len(draft_of_target)
+    draft_of_target |= _common_specials(target, draft)
+    joint_ids = [-1] * num_draft_ids
+    for joint, token in draft_of_target.items():
+        joint_ids[token] = joint
+    rest = [token for token in range(num_draft_ids) if joint_ids[token] < 0]
     rest.sort(key=lambda token: token not in draft.bytes_by_id)  # text first
-    for number, token in enumerate(rest):
-        joint[token] = num_target_ids + number
+    for joint, token in enumerate(rest, start=num_target_ids):
+        joint_ids[token] = joint
     num_ids = num_target_ids + len(rest)
-    own_ids = [0] * num_ids
-    for token, of_both in enumerate(joint):
-        own_ids[of_both] = token
-    ids = OwnVocabulary(
-        torch.tensor(joint, dtype=torch.int64, device=device),
-        torch.tensor(own_ids, dtype=torch.int64, device=device),
+    draft_ids = [0] * num_ids
+    for token, joint in enumerate(joint_ids):
+        draft_ids[joint] = token
+    ids = JointIds(
+        torch.tensor(joint_ids, dtype=torch.int64, device=device),
+        torch.tensor(draft_ids, dtype=torch.int64, device=device),
         num_ids,
         num_target_ids,
     )
     num_text = sum(token in draft.bytes_by_id for token in rest)
     shares = num_common / max(1, len(of_draft)), num_common / max(1, len(of_target))
-    return JointVocabulary(ids, own, num_target_ids + num_text, *shares)
+    return JointVocabulary(ids, draft_of_target, num_target_ids + num_text, *shares)
 
 
 def _common_specials(target: TextTokens, draft: TextTokens) -> dict[int, int]:
@@ -87,11 +87,11 @@ def _common_specials(target: TextTokens, draft: TextTokens) -> dict[int, int]:
     """
     by_role = {token: draft.roles[role] for role, token in target.roles.items() if role in draft.roles}
     by_content = {token: draft.added[content] for content, token in target.added.items() if content in draft.added}
-    found: dict[int, int] = {}
+    draft_of_target: dict[int, int] = {}
     taken: set[int] = set()
-    for token, own in (by_role | by_content).items():
-        is_text = token in target.bytes_by_id or own in draft.bytes_by_id
-        if not is_text and own not in taken:
-            found[token] = own
-            taken.add(own)
-    return found
+    for token, of_draft in (by_role | by_content).items():
+        is_text = token in target.bytes_by_id or of_draft in draft.bytes_by_id
+        if not is_text and of_draft not in taken:
+            draft_of_target[token] = of_draft
+            taken.add(of_draft)
+    return draft_of_target

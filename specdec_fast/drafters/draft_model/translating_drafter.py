@@ -66,7 +66,7 @@ class TranslatingDrafter(ModelDrafter):
         self._joint = join_vocabularies(
             target_tokens, draft_tokens, target_vocab_size, model.vocab_size, model.layout.device
         )
-        self._own_ids: list[int] = self._joint.ids.own_ids.tolist()
+        self._draft_ids: list[int] = self._joint.ids.draft_ids.tolist()
         self.translation: Translation = self._joint.translation
         self._reader = ContextReader(target_tokens, draft_tokens, self._joint, self.translation)
         self._contexts: dict[Sequence, DraftContext] = {}
@@ -117,9 +117,9 @@ class TranslatingDrafter(ModelDrafter):
         chosen = self._chosen(drafting)
         if self.translation == "text":
             chosen = chosen.cpu()  # in one copy: the tokens are read below
-        for sequence, own in zip(drafting, chosen.split(list(drafting.values())), strict=True):
-            self._drafted[sequence] = own
-            self.draft_kv_length[sequence] = len(self._tokens(sequence)) - 1 + len(own)
+        for sequence, joint_ids in zip(drafting, chosen.split(list(drafting.values())), strict=True):
+            self._drafted[sequence] = joint_ids
+            self.draft_kv_length[sequence] = len(self._tokens(sequence)) - 1 + len(joint_ids)
         if self.translation == "tokens":
             return Draft(chosen, counts)
         proposals = [
@@ -141,7 +141,7 @@ class TranslatingDrafter(ModelDrafter):
         context = self._contexts[sequence]
         drafted = self._drafted.pop(sequence, None)
         if drafted is not None:
-            context.proposed = self._own(drafted.tolist())
+            context.proposed = [self._draft_ids[joint] for joint in drafted.tolist()]
         self._reader.read(context, sequence.token_ids)
         known = min(context.num_same, len(context.token_ids) - 1)
         self.draft_kv_length[sequence] = max(0, min(self.draft_kv_length[sequence], known))
@@ -163,12 +163,11 @@ class TranslatingDrafter(ModelDrafter):
 
         Only whole characters have tokens.
         """
-        joint_ids = self._drafted[sequence].tolist()
         num_target_ids = self._joint.ids.num_target_ids
         text = b""
         special: list[int] = []
-        for joint, own in zip(joint_ids, self._own(joint_ids), strict=True):
-            piece = self._draft.bytes_by_id.get(own)
+        for joint in self._drafted[sequence].tolist():
+            piece = self._draft.bytes_by_id.get(self._draft_ids[joint])
             if piece is None:
                 special = [joint] if joint < num_target_ids else []
                 break
@@ -182,9 +181,6 @@ class TranslatingDrafter(ModelDrafter):
         tail = self._target.tail(sequence.token_ids)
         found = self._target.encode_behind(self._target.bytes_of(sequence.token_ids[tail:]), text)
         return [] if found is None else found + special
-
-    def _own(self, joint_ids: list[int]) -> list[int]:
-        return [self._own_ids[joint] for joint in joint_ids]
 
     def _tokens(self, sequence: Sequence) -> list[int]:
         return self._contexts[sequence].token_ids

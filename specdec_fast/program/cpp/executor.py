@@ -232,8 +232,8 @@ class Program(ForwardProgram):
     def _sizes_of(self, choice: TokenChoice) -> tuple[int, ...]:
         ids = choice.target_ids
         sizes = (self._plan.vocab_size, choice.vocab_size, 0 if ids is None else ids.data_ptr())
-        own = (0 if choice.own_ids is None else choice.own_ids.data_ptr(), choice.num_choosable)
-        return self._logits_code, *sizes, choice.num_target_ids, *own
+        back = (0 if choice.drafter_ids is None else choice.drafter_ids.data_ptr(), choice.num_choosable)
+        return self._logits_code, *sizes, choice.num_target_ids, *back
 
     def _all_rows(self, num_rows: int) -> Tensor:
         if num_rows not in self._every_row:

@@ -80,12 +80,12 @@ def test_special_tokens_are_translated_by_content_and_by_role():
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
     pair = TextTokens.of(target, len(target)), TextTokens.of(draft, len(draft))
     joint = joint_of(pair)
-    assert joint.own[target.eos_token_id] == draft.eos_token_id
+    assert joint.draft_of_target[target.eos_token_id] == draft.eos_token_id
     user = target.convert_tokens_to_ids("<|user|>")
-    assert joint.own[user] == draft.convert_tokens_to_ids("<|user|>")
+    assert joint.draft_of_target[user] == draft.convert_tokens_to_ids("<|user|>")
     context = DraftContext()
     ContextReader(*pair, joint, "text").read(context, [user, *target.encode("the bird")])
-    assert context.token_ids[:2] == [draft.bos_token_id, joint.own[user]]
+    assert context.token_ids[:2] == [draft.bos_token_id, joint.draft_of_target[user]]
     assert pair[1].bytes_of(context.token_ids[2:]).strip() == b"the bird"
 
 
