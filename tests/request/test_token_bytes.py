@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specdec_fast.drafters.draft_model.text_tokens import TextTokens
 from specdec_fast.request.token_bytes import bytes_of_tokens, complete
@@ -102,6 +102,37 @@ def test_other_kinds_are_not_known():
     words.decoder = decoders.WordPiece()
     assert bytes_of_tokens(fast(words, None, None)) is None
     assert bytes_of_tokens(object()) is None
+
+
+def test_a_tokenizer_with_steps_in_python_is_not_known():
+    class Whole:
+        def pre_tokenize(self, text):
+            text.split(lambda _, piece: [piece])
+
+    tokenizer = byte_level(TEXTS)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Whole())
+    assert TextTokens.of(tokenizer, len(tokenizer)) is None
+
+
+def panics(backend, text):
+    try:
+        backend.encode(text)
+    except BaseException as error:
+        return type(error).__name__ == "PanicException"
+    return False
+
+
+def test_a_text_that_makes_a_tokenizer_panic_has_no_tokens():
+    """Two spaces that were added panic before a character of several bytes, if a step strips texts."""
+    tokenizer = byte_level(TEXTS)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    tokenizer.add_tokens(["  "])
+    tokens = TextTokens.of(tokenizer, len(tokenizer))
+    if not panics(tokenizer.backend_tokenizer, "é"):
+        pytest.skip("this version of tokenizers does not panic")
+    assert tokens.encode("é".encode()) is None
+    assert tokens.encode_beginning("é") == []
+    assert tokens.encode(b"bird") is not None
 
 
 def test_neither_the_callers_settings_nor_spelt_special_tokens_matter():

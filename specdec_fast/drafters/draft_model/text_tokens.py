@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from specdec_fast.request.detokenizer import is_failure
 from specdec_fast.request.token_bytes import bytes_of_tokens
 
 _LEAST_TAIL = 12  # bytes of text before new text, with which it is encoded
@@ -19,6 +20,7 @@ class TextTokens:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
+        backend: a copy of its ``tokenizers.Tokenizer``: other threads may change the settings of the caller's.
         bytes_by_id: from ``bytes_of_tokens``.
         num_ids: number of ids of its model. A tokenizer may have more: those that were added to it alone are left out.
 
@@ -30,11 +32,10 @@ class TextTokens:
         adds_space: whether it puts a space before a text.
     """
 
-    def __init__(self, tokenizer: Any, bytes_by_id: dict[int, bytes], num_ids: int) -> None:
+    def __init__(self, tokenizer: Any, backend: Any, bytes_by_id: dict[int, bytes], num_ids: int) -> None:
         self.bytes_by_id = {token: text for token, text in bytes_by_id.items() if token < num_ids}
         self._num_ids = num_ids
-        # A copy: other threads may change the settings of the caller's, which may also cut or pad texts.
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # a text that spells out a special token has no such token
@@ -52,7 +53,13 @@ class TextTokens:
     def of(cls, tokenizer: Any, num_ids: int) -> TextTokens | None:
         """Return that of a tokenizer, whose model has ``num_ids`` ids; None if its kind is not known."""
         bytes_by_id = bytes_of_tokens(tokenizer)
-        return None if bytes_by_id is None else cls(tokenizer, bytes_by_id, num_ids)
+        if bytes_by_id is None:
+            return None
+        try:
+            backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        except Exception:  # a step of it is written in Python
+            return None
+        return cls(tokenizer, backend, bytes_by_id, num_ids)
 
     def bytes_of(self, token_ids: list[int]) -> bytes:
         """Return the bytes of tokens; special ones have none."""
@@ -116,7 +123,12 @@ class TextTokens:
         return found if missing == 0 and self.bytes_of(found) == text else None
 
     def _raw(self, words: str) -> list[int]:
-        return self._known(self._backend.encode(words, add_special_tokens=False).ids)
+        try:
+            return self._known(self._backend.encode(words, add_special_tokens=False).ids)
+        except BaseException as error:  # some texts make some tokenizers panic: they have no tokens, and no step fails
+            if not is_failure(error):
+                raise
+            return []
 
     def _known(self, token_ids: list[int]) -> list[int]:
         return [token for token in token_ids if token < self._num_ids]

@@ -44,7 +44,8 @@ def drafter_of_model(
         raise VocabularyMismatchError(
             f"draft {draft.name} has another tokenizer than target {target.name}, and the bytes of the tokens of the "
             f"{' and the '.join(unknown)} are not known: fast tokenizers of transformers over bytes, or of the kind of "
-            f"SentencePiece, are translated; pass another draft, or a drafter without a model: {_WITHOUT_MODEL}."
+            "SentencePiece, are translated, if no step of them is written in Python; pass another draft, or a drafter "
+            f"without a model: {_WITHOUT_MODEL}."
         )
     if draft.layout.states:
         raise NotYetSupportedError(
