@@ -43,7 +43,8 @@ class BatchGenerator:
         params: SamplingParams or a transformers GenerationConfig for all rows; None is greedy. Or a function that makes
             them from a row (a dict of its columns), for example ``lambda row: SamplingParams(temperature=0.8,
             seed=row["id"])``.
-        tokenizer, draft_tokenizer: as for ``Engine``.
+        tokenizer: as for ``Engine``.
+        draft_tokenizer: as for ``Engine``.
         prompt_column: the column of the prompts: texts, lists of token ids, or lists of messages.
         output_prefix: with which the names of the columns begin that are added.
         **keywords: fields of EngineConfig, if ``config`` is None, and of PromptOptions.

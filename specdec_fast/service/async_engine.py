@@ -50,7 +50,8 @@ class AsyncEngine:
         draft: the drafter, as for ``Engine``.
         config: as for ``Engine``, but ``prefix_cache`` is on unless it is False; without a config,
             ``max_prefill_tokens`` is 512.
-        tokenizer, draft_tokenizer: as for ``Engine``.
+        tokenizer: as for ``Engine``.
+        draft_tokenizer: as for ``Engine``.
         max_waiting: largest number of requests that wait, besides those that fit into the window (``window_size``).
         kv_token_budget: largest number of KV positions (prompt and ``max_new_tokens``) of all requests together,
             running and waiting; None: no limit besides ``max_waiting``.

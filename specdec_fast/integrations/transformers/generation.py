@@ -76,9 +76,9 @@ def custom_generate(  # noqa: PLR0913, PLR0917  # the arguments of transformers,
         assistant_model: a draft model.
         streamer: receives each token when it is emitted for all rows.
         synced_gpus: must be False: no other process waits for steps of this one.
-        target_tokenizer, draft_tokenizer: the model's and that of a draft model with another one; None: those in the
-            folders from which they were loaded. (``generate`` passes a callable neither ``tokenizer`` nor
-            ``assistant_tokenizer``.)
+        target_tokenizer: the model's, for a draft model with another one; None: that in the folder from which the model
+            was loaded. (``generate`` passes a callable neither ``tokenizer`` nor ``assistant_tokenizer``.)
+        draft_tokenizer: the same of the draft model.
         **model_kwargs: arguments of the model's forward, of which only those for token ids are served.
 
     Returns:
