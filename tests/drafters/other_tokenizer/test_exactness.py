@@ -148,6 +148,18 @@ def test_preempted_and_cancelled_requests_leave_nothing(make, prompts, plain, tr
     assert engine.drafter.pool.is_vacant
 
 
+def test_a_tokenizer_may_have_more_ids_than_its_model(target, tokenizer, prompts, plain):
+    """Those of words that were added to the tokenizer alone are no rows of the embedding."""
+    torch.manual_seed(3)
+    other = byte_level(prompts)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(other), **TINY)).eval()
+    other.add_tokens(["One", " the", " a"])
+    assert any(max(other(prompt).input_ids) >= model.config.vocab_size for prompt in prompts[:6])
+    engine = sd.Engine(target, model, tokenizer=tokenizer, draft_tokenizer=other, max_batch_size=4, num_draft_tokens=3)
+    assert tokens_of(engine.generate(prompts[:6], GREEDY)) == plain["greedy"]
+    assert engine.last_run.decoding.num_draft_tokens > 0
+
+
 def test_a_text_with_far_more_draft_tokens_is_decoded_plainly(target, tokenizer, prompts, drafts):
     """Its pages would not fit: the draft model's tokenizer splits these words into single bytes."""
     longest = sorted(prompts, key=len)[-3:]
