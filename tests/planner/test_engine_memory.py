@@ -21,6 +21,7 @@ from specdec_fast.runner.model_memory import forward_memory, storage_bytes, weig
 from support.eagle3 import write_checkpoint
 from support.grids import each_value_once, grid
 from support.models import TINY, tiny_model, truncated_copy
+from support.other_tokenizers import permuted
 from support.programs import needs_programs
 
 BATCH, K = 4, 3
@@ -249,6 +250,18 @@ def test_the_drafter_prefills_within_the_bound(target, draft):
     assert [len(output.token_ids) for output in outputs] == [12, 12]
     rows = (engine.config.max_batch_size * 2, engine.config.max_batch_size), (engine.config.max_prefill_tokens, 1)
     assert engine.drafter.model.program.held_bytes <= forward_memory(engine.drafter.model, rows).held
+
+
+@needs_programs
+def test_the_positions_of_a_draft_model_with_another_tokenizer_are_counted(target, draft, tokenizer):
+    model, other = permuted(draft)
+    tokenizers = {"tokenizer": tokenizer, "draft_tokenizer": other}
+    engine = sd.Engine(target, model, memory_bytes=10**9, kv_cache_tokens=640, num_draft_tokens=K, **tokenizers)
+    engine.generate(prompts_of([140] * BATCH), PARAMS)
+    terms, drafter = engine.memory_plan.terms, engine.drafter
+    assert bytes_allocated(drafter.pool) == terms["drafter KV"]
+    assert drafter.pool.num_pages >= 2 * engine.core.pool.num_pages
+    assert drafter.model.program.held_bytes <= terms["drafter steps"]
 
 
 @needs_programs

@@ -90,10 +90,10 @@ class TranslatingDrafter(ModelDrafter):
     def prepare(self, num_tokens: int, page_size: int) -> None:
         self._contexts.clear()
         self._drafted.clear()
-        super().prepare(MOST_TOKENS * num_tokens, page_size)
+        super().prepare(_num_positions(num_tokens, page_size), page_size)
 
     def grow(self, num_tokens: int) -> None:
-        super().grow(MOST_TOKENS * num_tokens)
+        super().grow(_num_positions(num_tokens, self._pool().page_size))
 
     def keep_prefixes(self) -> None:
         """Keep none: a page of common target tokens has no certain counterpart, and contexts change."""
@@ -209,3 +209,11 @@ class TranslatingDrafter(ModelDrafter):
 
     def _begins(self, sequence: Sequence, stop: int, coming: ComingPages) -> bool:
         return True  # it shares no pages, so it waits for those of no other
+
+
+def _num_positions(num_tokens: int, page_size: int) -> int:
+    """Return the positions of its pool: with the page for padding rows, ``MOST_TOKENS`` times those of the target's.
+
+    So the pool has the bytes that ``bytes_per_token`` predicts.
+    """
+    return MOST_TOKENS * (num_tokens + page_size) - page_size
