@@ -154,9 +154,7 @@ class TranslatingDrafter(ModelDrafter):
         token_ids = [token for s, start in zip(members, starts, strict=True) for token in self._tokens(s)[start:]]
         by_token = self.translation == "tokens" or any(sequence.masks is not None for sequence in members)
         most = self._joint.ids.num_target_ids if by_token else self._joint.num_choosable
-        return self.model.draft_behind(
-            self._pool(), rows, self._clamped(token_ids), list(drafting.values()), most, self._joint.ids
-        )
+        return self.model.draft_behind(self._pool(), rows, token_ids, list(drafting.values()), most, self._joint.ids)
 
     def _translated(self, sequence: Sequence) -> list[int]:
         """Return the target's tokens of what was drafted, up to one without text, unless the target has it, too.
