@@ -32,7 +32,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.aot_ import fused_linears
 from bench.aot_.machine_code import Figures, figures_of, worse
 from bench.common.report import names, write_json
 from specdec_fast.errors import ConfigError
@@ -130,8 +129,8 @@ def variants_of(modules: list[ModuleType]) -> Iterator[tuple[str, Variant]]:
 
 
 def modules_named(others: Sequence[str] = ()) -> list[ModuleType]:
-    """Return modules with ``variants()``: the package's, and that of generated kernels, unless others are named."""
-    return [importlib.import_module(name) for name in others] if others else [*kernel_modules(), fused_linears]
+    """Return modules with ``variants()``: the package's, unless others are named."""
+    return [importlib.import_module(name) for name in others] if others else kernel_modules()
 
 
 def _measure_everywhere(others: list[str], targets: list[str], instructions: str, kernel: str) -> list[Resources]:

@@ -10,7 +10,7 @@ import torch
 from bench import gpu
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import drafters as gpu_drafters
-from bench.gpu_ import fused_linears, isolated_tasks
+from bench.gpu_ import isolated_tasks
 from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_.flash_references import FLASH_REFERENCES
 from bench.gpu_.isolated_tasks import Task
@@ -22,12 +22,10 @@ from support.gpu_check import METHODS, TASKS, main, result_of
 
 @pytest.fixture(scope="module", params=[pytest.param(None, id="whole run", marks=pytest.mark.grid)])
 def smoke(tmp_path_factory):
-    """One whole run: its exit status and its file. ``test_gpu_fused_linears.py`` is about a part that takes long."""
+    """One whole run: its exit status and its file."""
     if not INTERPRETING or all_ops()["paged_attention"].why_unavailable("cpp"):
         pytest.skip("needs the C++ kernels, and the Triton ones on the CPU")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_linears, "run", lambda settings, progress: progress.row(equal_bits="not computed"))
-        return main(tmp_path_factory.mktemp("gpu"))
+    return main(tmp_path_factory.mktemp("gpu"))
 
 
 # What a run reports

@@ -11,7 +11,7 @@ import torch
 from bench.common import device as bench_device
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import equivalence as gpu_equivalence
-from bench.gpu_ import fused_linears, isolated_tasks
+from bench.gpu_ import isolated_tasks
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_ import timings as gpu_timings
@@ -244,7 +244,6 @@ def test_programs_that_change_tokens_or_are_missing_are_red(monkeypatch):
         return outputs
 
     monkeypatch.setattr(Engine, "generate", wrong)
-    monkeypatch.setattr(fused_linears, "run", lambda settings, progress: None)  # has a test file of its own
     methods = [failure["what"].split(" at batch 2")[0] for failure in result_of("programs")["failures"]]
     assert methods == ["plain", *METHODS, *METHODS]
     monkeypatch.setattr(Engine, "generate", generate)
