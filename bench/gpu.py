@@ -122,8 +122,8 @@ def print_tables(results: dict[str, Result]) -> None:
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
         ("timings", _timing_lines, _TIMING_HEADER),
         ("quantized", _timing_lines, _TIMING_HEADER),
-        ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
-        ("decoding", _decoding_lines, ("method", "batch", "acceptance", *_DECODING_HEADER)),
+        ("graphs", _graph_lines, ("what", "batch", "us", "floor us", "of copy")),
+        ("decoding", _decoding_lines, ("method", "batch", "drafter", "acceptance", *_DECODING_HEADER)),
         ("drafters", _drafter_lines, ("what", "tokens/s", "length", "ms drafting/step", "graphs", "equal")),
     )
     for task, lines, header in tables:
@@ -152,8 +152,8 @@ def _timing_lines(result: Result) -> Iterator[tuple[Any, ...]]:
 
 def _graph_lines(result: Result) -> Iterator[tuple[Any, ...]]:
     for row in (row for row in result.get("rows", []) if "microseconds" in row):
-        times = (f"{row[name]:.1f}" for name in ("microseconds", "eager_microseconds", "floor_microseconds"))
-        yield row["what"], row["batch"], *times, f"{row['share_of_copy']:.2f}", f"{row['speedup_over_eager']:.2f}x"
+        times = (f"{row[name]:.1f}" for name in ("microseconds", "floor_microseconds"))
+        yield row["what"], row["batch"], *times, f"{row['share_of_copy']:.2f}"
 
 
 def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
@@ -162,7 +162,7 @@ def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
         speeds = (f"{row['tokens_per_second']:.1f}", over, f"{row['mean_acceptance_length']:.2f}")
         shares = (f"{row['share_outside_forwards']:.1%}", f"{row['equal_share']:.1%}")
         acceptance = "-" if row["acceptance"] is None else row["acceptance"]
-        yield row["method"], row["batch"], acceptance, *speeds, *shares
+        yield row["method"], row["batch"], row["drafter"] or "-", acceptance, *speeds, *shares
 
 
 def _drafter_lines(result: Result) -> Iterator[tuple[Any, ...]]:
