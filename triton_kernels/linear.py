@@ -32,17 +32,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.triton_kernels.device import properties, warp_size
+from specdec_fast.triton_kernels.device import warp_size
 from specdec_fast.triton_kernels.linear_parts import matrix_of, with_products
-from specdec_fast.triton_kernels.overlap import overlaps, prefetch_rows, wait
+from specdec_fast.triton_kernels.linear_tiles import launch_of
+from specdec_fast.triton_kernels.overlap import prefetch_rows, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 T = TypeVar("T")
 MAX_WEIGHTS = 3  # matrices of one launch
-_ENOUGH_PROGRAMS = 96  # each loads at least 16 KiB of weights at a time, so many saturate a large device
-_LEAST_SHARED_MEMORY = 99 << 10  # bytes per program, of the devices of NVIDIA that have least
-_MOST_STAGES = 6
-_PREFETCHED = tl.constexpr(256)  # numbers of each row of weights for which a program asks before it waits
 _UNSPECIALISED = ("num_rows", "stride_rows_row")  # specialised by them, other rows would get another kernel
 
 
@@ -62,6 +59,7 @@ def _linear_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -73,7 +71,7 @@ def _linear_kernel(
     weight_at = weight + (output * IN_FEATURES)[:, None]
     weight_mask = (output < out_features)[:, None]
     if OVERLAPS:
-        prefetch_rows(weight, output, out_features, IN_FEATURES, _PREFETCHED)
+        prefetch_rows(weight, output, out_features, IN_FEATURES, PREFETCHED)
     wait(OVERLAPS)
     row = (tl.program_id(0) % groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_at = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None]
@@ -92,61 +90,11 @@ def _linear_kernel(
     tl.store(out_at, sums.to(out.dtype.element_ty).T, mask=mask)
 
 
-def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
-    """Choose tiles and warps for matrices of these outputs.
-
-    16-bit numbers: 64 outputs are the least with which Hopper's largest instruction works. Few rows share a program,
-    which reads weights once; many rows get tiles that are also wide. fp32 uses no tensor cores; larger tiles would
-    spill. Splitting sums instead of outputs would need a second launch.
-    """
-    alignment = _alignment(dtype, in_features)
-    num_outputs = sum(sizes)
-    block_rows = 16 if num_rows <= 16 or alignment == 1 else 64
-    block_in = 128
-    num_warps = 4
-    if dtype == torch.float32:
-        block_out = 32 if num_outputs >= 32 * _ENOUGH_PROGRAMS else 16
-        block_in = 32
-        num_warps = 8 if block_out * block_rows > 1024 else 4
-    elif num_rows <= 64 or alignment == 1:
-        block_out = 64
-    else:
-        block_rows = 128
-        block_in = 64
-        has_many = triton.cdiv(num_rows, 128) * triton.cdiv(num_outputs, 128) >= 2 * _ENOUGH_PROGRAMS
-        block_out, num_warps = (128, 8) if has_many else (64, 4)
-    constexprs = {
-        "IN_FEATURES": in_features,
-        "ALIGNMENT": alignment,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_OUT": block_out,
-        "BLOCK_IN": block_in,
-        "OVERLAPS": overlaps(),
-    }
-    stages = _num_stages((block_out + block_rows) * block_in * dtype.itemsize)
-    # Without a limit of its own, the assembler would choose fewer registers, and spill.
-    return Launch(constexprs, num_warps, stages, max_registers=255, instruction_side=16)
-
-
 def tiles_of(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
     """Return the launch of another kernel that multiplies in the tiles of ``linears``."""
-    launch = _launch(dtype, in_features, sizes, num_rows)
+    launch = launch_of(dtype, in_features, sizes, num_rows)
     constexprs = {name: value for name, value in launch.constexprs.items() if name != "IN_FEATURES"}
     return replace(launch, constexprs={**constexprs, "WARP_SIZE": warp_size()})
-
-
-def _num_stages(num_bytes: int) -> int:
-    """Return how many tiles of weights and rows of ``num_bytes`` are loaded ahead. No bit depends on it."""
-    if torch.version.hip is not None:
-        return 2
-    device = properties()
-    available = _LEAST_SHARED_MEMORY if device is None else device.shared_memory_per_block_optin
-    return max(2, min(available // num_bytes, _MOST_STAGES))
-
-
-def _alignment(dtype: torch.dtype, in_features: int) -> int:
-    """Return how many numbers are 16 bytes if a row of weights is a multiple of 16 bytes, else 1."""
-    return 16 // dtype.itemsize if in_features * dtype.itemsize % 16 == 0 else 1
 
 
 def aligned(rows: Tensor, alignment: int) -> Tensor:
@@ -184,7 +132,7 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
     outs = [piece.view(num_rows, size) for piece, size in zip(pieces, sizes, strict=True)]
     if out.numel() == 0:
         return outs
-    launch = _with(_launch(rows.dtype, in_features, sizes, num_rows), len(weights), biases is not None)
+    launch = _with(launch_of(rows.dtype, in_features, sizes, num_rows), len(weights), biases is not None)
     blocks = launch.constexprs
     rows = aligned(rows, blocks["ALIGNMENT"])
     num_tiles = sum(triton.cdiv(size, blocks["BLOCK_OUT"]) for size in sizes)
@@ -240,6 +188,6 @@ def variants() -> Iterator[Variant]:
 
 def _launches(dtype: torch.dtype, in_features: int, sizes: Sequence[int]) -> list[Launch]:
     """Return the launches for all numbers of rows."""
-    launches = [_launch(dtype, in_features, sizes, num_rows) for num_rows in (16, 64, 128, 1 << 20)]
+    launches = [launch_of(dtype, in_features, sizes, num_rows) for num_rows in (16, 64, 128, 1 << 20)]
     tiles = {(each.constexprs["BLOCK_OUT"], each.constexprs["BLOCK_ROWS"]): each for each in launches}
     return list(tiles.values())

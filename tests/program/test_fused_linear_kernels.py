@@ -55,7 +55,7 @@ for size in map(int, sys.argv[2].split(",")):
         codes = {each.name: compile_variant(each, TARGETS[target]).asm["ttgir"] for each in (own, separate, *fused)}
         found = {name: [reductions(code), products(code)] for name, code in codes.items()}
         print(json.dumps([target, size, found]))
-plain = [each for each in variants() if each.name.startswith("bf16_1024x3072_")]
+plain = [each for each in variants() if each.name.startswith(("bf16_1024x", "bf16_2048x", "bf16_4096x"))]
 for target in sys.argv[1].split(","):
     codes = {each.name: compile_variant(each, TARGETS[target]).asm["ttgir"] for each in plain}
     print(json.dumps([target, 0, {name: [[], products(code)] for name, code in codes.items()}]))

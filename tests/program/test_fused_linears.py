@@ -26,7 +26,7 @@ from specdec_fast.program.triton import linear_kernel
 from specdec_fast.program.triton.executor import TritonProgram
 from specdec_fast.program.triton.fused_launches import fused_launches_of
 from specdec_fast.program.triton.fused_linear import MOST_ROWS, EitherWay, FusedLinear
-from specdec_fast.triton_kernels import linear as linear_module
+from specdec_fast.triton_kernels import linear_tiles
 from specdec_fast.triton_kernels import paged_attention as attention_module
 from support.device_programs import interpreted, launched, plan_of
 from support.grids import grid
@@ -57,7 +57,7 @@ def forwards_of(model, counts):
 @pytest.mark.parametrize("architecture", CONFIGS)
 @torch.inference_mode()
 def test_models_have_the_bits_of_separate_launches(architecture, dtype, monkeypatch):
-    monkeypatch.setattr(linear_module, "_ENOUGH_PROGRAMS", 1)  # so small matrices get the tiles of large ones
+    monkeypatch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", 1)  # so small matrices get the tiles of large ones
     model = truncated_copy(tiny_model(architecture), 2).to(dtype)
     for parameter in (p for name, p in model.named_parameters() if name.endswith(".bias")):
         parameter.data.normal_(std=0.2)

@@ -27,7 +27,7 @@ from specdec_fast.program.triton.tile_values import (
     WithStatistics,
 )
 
-_CHOICES = ("ALIGNMENT", "BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN", "WARP_SIZE", "OVERLAPS")  # of a launch
+_CHOICES = ("ALIGNMENT", "BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN", "PREFETCHED", "WARP_SIZE", "OVERLAPS")  # of a launch
 _WARPS = 4  # of a linear's program for few rows
 _ROWS = 16  # of such a program
 _LOADED = 8192  # numbers of whole rows that a program has at once: 64 of each thread
@@ -252,7 +252,7 @@ def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: l
     unspecialised = [*batch, *({"num_rows", "stride_rows_row"} & {*arguments})]
     matrix = "weight[:, None]" if is_pair else "weight"
     # As in ``linear``; and all weights while the statistics are computed, before which no weights are loaded.
-    prefetched = 256 if fused.before is None else max(256, padded(Axis(size)))
+    prefetched = "PREFETCHED" if fused.before is None else max(256, padded(Axis(size)))
     bias = "sums += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]"
     body = [
         "groups = tl.cdiv(num_rows, BLOCK_ROWS)",
