@@ -68,11 +68,11 @@ def wait(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(matrix, row, num_rows, SIZE: tl.constexpr, FIRST: tl.constexpr):
-    """Ask for the first ``FIRST`` numbers of rows of a contiguous matrix [num_rows, SIZE] in the L2 cache."""
+def prefetch_rows(matrix, row, num_rows, SIZE: tl.constexpr, FIRST: tl.constexpr, begin=0):
+    """Ask for ``FIRST`` numbers from ``begin`` on of rows of a contiguous matrix [num_rows, SIZE] in the L2 cache."""
     STEP: tl.constexpr = _LINE // (matrix.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = FIRST // STEP
-    column = tl.minimum(tl.arange(0, LINES) * STEP, SIZE - 1)
+    column = tl.minimum(begin + tl.arange(0, LINES) * STEP, SIZE - 1)
     address = matrix + (tl.minimum(row, num_rows - 1) * SIZE)[:, None] + column[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

@@ -75,6 +75,44 @@ def test_a_rows_bits_do_not_depend_on_the_height_of_tiles(dtype, tiles, monkeypa
 
 
 @interpreted
+@pytest.mark.parametrize("num_pieces", [2, 4])
+def test_a_rows_bits_do_not_depend_on_who_adds_the_pieces_of_its_sums(num_pieces):
+    """With few rows, every piece has a program and another kernel adds them; with many, one program has all."""
+    rows, weights = make(70, 2064, (40, 24), torch.float16)  # the last piece is shorter
+    rows[:, 2048:] /= 1024  # what is left of sums whose products cancel, so that their errors show
+    for weight in weights:
+        weight[:, 1024:2048] = -weight[:, :1024]
+    rows[:, 1024:2048] = rows[:, :1024]
+    biases = [weight[:, 2048] / 1024 for weight in weights]
+    one_sum = linears(rows, weights, biases)
+    split = set()
+    with linear_tiles.chosen(num_pieces=num_pieces):
+        whole = linears(rows, weights, biases)
+        assert not any(map(torch.equal, whole, one_sum)), "several sums would not be noticed"
+        for enough, count in ((1, 3), (96, 3), (96, 20), (96, 70)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", enough)
+                launch = linear_tiles.launch_of(torch.float16, 2064, (40, 24), count)
+                split.add((count, linear_tiles.is_split(launch, (40, 24), count)))
+                found = linears(rows[:count], weights, biases)
+                alone = [linear(rows[:count], *each) for each in zip(weights, biases, strict=True)]
+            for i in range(2):
+                assert torch.equal(found[i], whole[i][:count])
+                assert torch.equal(alone[i], whole[i][:count])
+    assert split == {(3, False), (3, True), (20, True), (70, True)}
+
+
+@interpreted
+def test_matrices_of_several_numbers_of_pieces_have_their_own_launches():
+    rows, weights = make(2, 2048, (2064, 16), torch.float16)
+    with linear_tiles.chosen(num_pieces=2):
+        assert [linear_tiles.pieces_of(torch.float16, 2048, size) for size in (2064, 16)] == [1, 2]
+        assert all(map(torch.equal, linears(rows, weights), [linear(rows, weight) for weight in weights]))
+        with pytest.raises(ValueError, match="num_pieces"):
+            module.tiles_of(torch.float16, 2048, (2064, 16), 2, (2064, 16))
+
+
+@interpreted
 def test_choices_change_no_bit():
     rows, (weight,) = make(20, 264, (70,), torch.float16)
     expected = linear(rows, weight)

@@ -24,7 +24,8 @@ def takes_few_rows(either: EitherWay, forward: DeviceForward) -> bool:
 def launch_of_rows(fused: FusedLinear, num_rows: int) -> Launch:
     """Return the compile-time choices of a launch: the tiles and warps of the linears alone."""
     sizes = [weight.shape[0] for weight, _, _, _ in fused.matrices()]
-    return tiles_of(fused.dtype, fused.in_features, sizes, num_rows)
+    layers = [step.weight.shape[0] for step in fused.steps]
+    return tiles_of(fused.dtype, fused.in_features, sizes, num_rows, layers)
 
 
 def fused_step(plan: Plan, fused: FusedLinear, dtypes: dict[int, torch.dtype]) -> Callable[[DeviceForward], None]:

@@ -27,7 +27,16 @@ from specdec_fast.program.triton.tile_values import (
     WithStatistics,
 )
 
-_CHOICES = ("ALIGNMENT", "BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN", "PREFETCHED", "WARP_SIZE", "OVERLAPS")  # of a launch
+_CHOICES = (
+    "ALIGNMENT",
+    "BLOCK_ROWS",
+    "BLOCK_OUT",
+    "BLOCK_IN",
+    "PREFETCHED",
+    "PIECE",
+    "WARP_SIZE",
+    "OVERLAPS",
+)  # of a launch
 _WARPS = 4  # of a linear's program for few rows
 _ROWS = 16  # of such a program
 _LOADED = 8192  # numbers of whole rows that a program has at once: 64 of each thread
@@ -151,9 +160,20 @@ def _loop(fused: FusedLinear, inputs: list[str]) -> list[str]:
         f"within = (feature < {size}) | ({size} % BLOCK_IN == 0)",
         "weights = tl.load(weight_at + feature, mask=weight_mask & within, other=0.0)",
         *inputs,
-        "sums = with_products(sums, weights, inputs)",
+        "part = with_products(part, weights, inputs)",
     ]
-    return [f"for first in range(0, {size}, BLOCK_IN):", *_indented(body)]
+    pieces = [
+        "part = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)",
+        f"for first in range(piece * PIECE, tl.minimum((piece + 1) * PIECE, {size}), BLOCK_IN):",
+        *_indented(body),
+        "sums = part if PIECES == 1 else sums + part",
+    ]
+    return [
+        f"PIECES: tl.constexpr = ({size} + PIECE - 1) // PIECE",
+        "sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)",
+        "for piece in range(PIECES):",
+        *_indented(pieces),
+    ]
 
 
 _STORE = [
@@ -264,7 +284,6 @@ def _source(fused: FusedLinear, pointers: Pointers, beginning: list[str], end: l
         "wait(OVERLAPS)",
         "number = row_group * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)",
         "row, inside = number[:, None], (number < num_rows)[:, None]",
-        "sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)",
         *beginning,
         *([bias] if has_bias else []),
         *end,
