@@ -32,12 +32,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.aot_ import fused_linears
 from bench.aot_.machine_code import Figures, figures_of, worse
 from bench.common.report import names, write_json
 from specdec_fast.errors import ConfigError
 from specdec_fast.triton_kernels import kernel_modules, quantized_linear
-from specdec_fast.triton_kernels.overlap import FIRST_ARCH
+from specdec_fast.triton_kernels.overlap import order_of
 from specdec_fast.triton_kernels.variant import Variant
 
 TARGETS = {
@@ -105,7 +104,7 @@ def _constexprs(variant: Variant, target: GPUTarget) -> dict[str, Any]:
 
     Kernels overlap where the target can do it, as ``overlap.overlaps`` says.
     """
-    overlaps = target.backend == "cuda" and target.arch >= FIRST_ARCH
+    overlaps = order_of(target.arch) if target.backend == "cuda" else 0
     is_nvidia = target.backend == "cuda"
     of_device = {"OVERLAPS": overlaps, "WARP_SIZE": target.warp_size, "HAS_PERMUTE": is_nvidia}
     if not is_nvidia:
@@ -130,8 +129,8 @@ def variants_of(modules: list[ModuleType]) -> Iterator[tuple[str, Variant]]:
 
 
 def modules_named(others: Sequence[str] = ()) -> list[ModuleType]:
-    """Return modules with ``variants()``: the package's, and that of generated kernels, unless others are named."""
-    return [importlib.import_module(name) for name in others] if others else [*kernel_modules(), fused_linears]
+    """Return modules with ``variants()``: the package's, unless others are named."""
+    return [importlib.import_module(name) for name in others] if others else kernel_modules()
 
 
 def _measure_everywhere(others: list[str], targets: list[str], instructions: str, kernel: str) -> list[Resources]:

@@ -4,10 +4,13 @@
     python -m bench.gpu --out DIR --device cpu --smoke                      # tiny sizes, to try the check itself
 
 It runs in a checkout, with any Python that has torch, Triton and transformers; it installs nothing and does not need
-the C++ extension. It writes DIR/gpu.json after every check, and prints a short table last. Tasks run one after the
-other, each in a process of its own and within its share of the budget, which includes all that the task does. The
-report names the checks for which there was no time. The first task compiles the kernels of the ops on all cores;
-then come measurements, and gates last. The exit status is 1 if a task failed or a gate was red.
+the C++ extension. It writes DIR/gpu.json after every check, and prints a short table last. Each task has a process of
+its own and its share of the budget, which includes all that the task does. The report names the checks for which there
+was no time. The first task compiles the kernels of the ops on all cores; then come measurements, one after the other,
+and gates last, several at once. The exit status is 1 if a task failed or a gate was red.
+
+``--kernels FILE`` keeps compiled kernels for the next run, which then has more time to measure: they are read from the
+file, if there is one, and written to it at the end. The file serves the same versions of Triton, Python and CUDA.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import drafters as gpu_drafters
 from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import graphs as gpu_graphs
+from bench.gpu_ import kernel_pack
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import programs as gpu_programs
 from bench.gpu_ import quantized as gpu_quantized
@@ -48,12 +52,13 @@ TASKS = (
     Task("decoding", gpu_decoding.run, 5),
     Task("timings", gpu_timings.run, 4),
     Task("quantized", gpu_quantized.run, 2),
-    Task("kernels", gpu_kernels.run, 3),
-    Task("graph_gates", gpu_graphs.run_gates, 2),
-    Task("equivalence", gpu_equivalence.run, 2),
-    Task("programs", gpu_programs.run, 2),
-    Task("drafters", gpu_drafters.run, 2),
+    Task("kernels", gpu_kernels.run, 5, measures=False),
+    Task("graph_gates", gpu_graphs.run_gates, 5, measures=False),
+    Task("equivalence", gpu_equivalence.run, 5, measures=False),
+    Task("programs", gpu_programs.run, 5, measures=False),
+    Task("drafters", gpu_drafters.run, 5, measures=False),
 )
+GATES_AT_ONCE = 5  # a GPU has room for all of them; each spends most of its time on a core of its own
 
 
 def environment(settings: Settings, progress: Progress) -> None:
@@ -122,8 +127,8 @@ def print_tables(results: dict[str, Result]) -> None:
     tables: tuple[tuple[str, Callable[[Result], Iterator[tuple[Any, ...]]], tuple[str, ...]], ...] = (
         ("timings", _timing_lines, _TIMING_HEADER),
         ("quantized", _timing_lines, _TIMING_HEADER),
-        ("graphs", _graph_lines, ("what", "batch", "us", "eager us", "floor us", "of copy", "over eager")),
-        ("decoding", _decoding_lines, ("method", "batch", "acceptance", *_DECODING_HEADER)),
+        ("graphs", _graph_lines, ("what", "batch", "us", "floor us", "of copy")),
+        ("decoding", _decoding_lines, ("method", "batch", "drafter", "acceptance", *_DECODING_HEADER)),
         ("drafters", _drafter_lines, ("what", "tokens/s", "length", "ms drafting/step", "graphs", "equal")),
     )
     for task, lines, header in tables:
@@ -152,8 +157,8 @@ def _timing_lines(result: Result) -> Iterator[tuple[Any, ...]]:
 
 def _graph_lines(result: Result) -> Iterator[tuple[Any, ...]]:
     for row in (row for row in result.get("rows", []) if "microseconds" in row):
-        times = (f"{row[name]:.1f}" for name in ("microseconds", "eager_microseconds", "floor_microseconds"))
-        yield row["what"], row["batch"], *times, f"{row['share_of_copy']:.2f}", f"{row['speedup_over_eager']:.2f}x"
+        times = (f"{row[name]:.1f}" for name in ("microseconds", "floor_microseconds"))
+        yield row["what"], row["batch"], *times, f"{row['share_of_copy']:.2f}"
 
 
 def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
@@ -162,7 +167,7 @@ def _decoding_lines(result: Result) -> Iterator[tuple[Any, ...]]:
         speeds = (f"{row['tokens_per_second']:.1f}", over, f"{row['mean_acceptance_length']:.2f}")
         shares = (f"{row['share_outside_forwards']:.1%}", f"{row['equal_share']:.1%}")
         acceptance = "-" if row["acceptance"] is None else row["acceptance"]
-        yield row["method"], row["batch"], acceptance, *speeds, *shares
+        yield row["method"], row["batch"], row["drafter"] or "-", acceptance, *speeds, *shares
 
 
 def _drafter_lines(result: Result) -> Iterator[tuple[Any, ...]]:
@@ -186,6 +191,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--parts", type=report.names, default=[], metavar="PART,...", help=f"of {','.join(p.name for p in TASKS)}"
     )
+    parser.add_argument("--kernels", type=Path, metavar="FILE", help="compiled kernels, read and then written")
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the check itself")
     args = parser.parse_args(argv)
@@ -214,14 +220,18 @@ def main(argv: list[str] | None = None) -> int:
     began = monotonic()
     settings = Settings(args.device, args.smoke)
     record = Record(args.out, {"device": args.device, "smoke": args.smoke, "budget_seconds": args.budget})
+    if args.kernels is not None and args.kernels.exists():
+        record.note(kernels_unpacked=kernel_pack.unpack(args.kernels))
     first = run_tasks([Task("environment", environment, 1)], settings, args.budget, inline, record.keep)
     # On a CPU no kernel hangs or breaks a device context, and starting processes takes longer than the tasks.
-    runner = inline if torch.device(args.device).type == "cpu" else isolated
+    runner, at_once = (inline, 1) if torch.device(args.device).type == "cpu" else (isolated, GATES_AT_ONCE)
     budget = max(0.0, args.budget - (monotonic() - began))
     tasks = [task for task in TASKS if not args.parts or task.name in args.parts]
-    results = first | run_tasks(tasks, settings, budget, runner, _recorder(record))
+    results = first | run_tasks(tasks, settings, budget, runner, _recorder(record), at_once)
     red = [name for name, result in results.items() if is_red(result)]
     record.note(seconds=monotonic() - began, red=red)
+    if args.kernels is not None:
+        record.note(kernels_packed_bytes=kernel_pack.pack(args.kernels))
     print_tables(results)
     short = [name for name, result in results.items() if result["status"] == "skipped" or result.get("skipped")]
     print(f"\n{record.path}: {'red: ' + ', '.join(red) if red else 'no gate is red'}", end="")

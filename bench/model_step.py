@@ -1,12 +1,11 @@
 """A roofline model of a step on a GPU, computed from the forward programs of a pair. Nothing is run or timed.
 
-A kernel takes ``max(bytes / bandwidth, operations / peak)`` and 2 microseconds for its launch. Three ways of running a
-forward are modelled (``model_step_/kernels.py``): *present*, PyTorch's kernels in a CUDA graph; *fused*, the launches
-of the program (``program/triton/executor.py``): one kernel for each fusion of row operations, and one for the linears
-of one input; and *fused linears*, off by default, where the kernels of linears compute row operations too and attention
-merges its pieces in one launch. A verification has K + 1 rows of every sequence, a draft forward and a plain step one;
-each contains the choice of its tokens. Work on the host, and rows that the draft model catches up, are not modelled.
-Gains are over plain decoding in the same way, at an acceptance for every draft token.
+A kernel takes ``max(bytes / bandwidth, operations / peak)`` and 2 microseconds for its launch. Two ways of running a
+forward are modelled (``model_step_/kernels.py``): *present*, PyTorch's kernels in a CUDA graph; and *fused*, the
+launches of the program (``program/triton/executor.py``): one kernel for each fusion of row operations, and one for the
+linears of one input. A verification has K + 1 rows of every sequence, a draft forward and a plain step one; each
+contains the choice of its tokens. Work on the host, and rows that the draft model catches up, are not modelled. Gains
+are over plain decoding in the same way, at an acceptance for every draft token.
 
 With ``--quantization``, plain steps and verifications of the target with quantised weights are modelled, too, *fused*
 alone: each quantised linear is a launch of its own, and one more rounds its rows if its mode says so. Their gains are
@@ -24,13 +23,13 @@ from typing import Any
 from bench.common.pairs import PAIRS
 from bench.common.report import DTYPES, integers, names, write_json
 from bench.model_step_.devices import DEVICES, device_named
-from bench.model_step_.kernels import FUSED, FUSED_LINEARS, PRESENT, Batch, Kernel, forward_kernels
+from bench.model_step_.kernels import FUSED, PRESENT, Batch, Kernel, forward_kernels
 from bench.model_step_.recording import WEIGHTS, Recorded, record
 from specdec_fast.commands.common import format_table
 from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.planner.costs import Device
 
-WAYS = (PRESENT, FUSED, FUSED_LINEARS)
+WAYS = (PRESENT, FUSED)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import specdec_fast as sd
 from bench.common.tiny_models import ARCHITECTURES, SPECIAL, NotTinyError, tiny_model, varied
 from specdec_fast.equivalence.compare import transformers_greedy
 from specdec_fast.errors import DeterminismError
+from specdec_fast.ops.registry import AUTO
 
 PROMPTS = [[(7 * i + 3 * n) % SPECIAL for i in range(n)] for n in (2, 9, 21, 40)]
 NEW_TOKENS = 12
@@ -66,10 +67,10 @@ The verdicts mean:
 """
 
 
-def examine(architecture: str) -> tuple[str, str]:
+def examine(architecture: str, device: str = "cpu") -> tuple[str, str]:
     """Return the verdict on an architecture, a key of ``VERDICTS``, and the reason, which may be empty."""
     try:
-        model = varied(tiny_model(architecture))
+        model = varied(tiny_model(architecture)).to(device)
         expected = [transformers_greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     except NotTinyError as error:
         return "unbuilt", str(error)
@@ -85,9 +86,10 @@ def examine(architecture: str) -> tuple[str, str]:
 
 def _compare(model: PreTrainedModel, expected: list[list[int]]) -> tuple[str, str]:
     params = sd.SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=True)
-    engine = sd.Engine(model, "ngram", num_draft_tokens=3, max_batch_size=len(PROMPTS))
+    backend = "triton" if model.device.type == "cuda" else AUTO  # there in fp32, too, so that forwards are programs
+    engine = sd.Engine(model, "ngram", num_draft_tokens=3, max_batch_size=len(PROMPTS), backend=backend)
     outputs = engine.generate(PROMPTS, params)
-    plain = sd.Engine(model, None, max_batch_size=1)
+    plain = sd.Engine(model, None, max_batch_size=1, backend=backend)
     alone = [plain.generate([prompt], params)[0] for prompt in PROMPTS]
     failed = [str(output.error) for output in outputs if output.error]
     same = sum(output.token_ids == tokens for output, tokens in zip(outputs, expected, strict=True))
@@ -104,7 +106,7 @@ def logprobs_of(output: sd.GenerationOutput) -> object:
     return output.token_ids, output.logprobs
 
 
-def _in_child(architecture: str, result: Path) -> int:
+def _in_child(architecture: str, device: str, result: Path) -> int:
     """Fork a process that examines one architecture; return its id. The parent has already imported everything."""
     child = os.fork()
     if child:
@@ -115,20 +117,22 @@ def _in_child(architecture: str, result: Path) -> int:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
         torch.set_num_threads(1)
-        result.write_text(json.dumps(examine(architecture)))
+        result.write_text(json.dumps(examine(architecture, device)))
         code = 0
     finally:
         os._exit(code)
 
 
-def sweep(architectures: list[str], folder: Path, processes: int, limit: float) -> dict[str, tuple[str, str]]:
-    """Examine architectures, several at a time, each for at most ``limit`` seconds."""
+def sweep(
+    architectures: list[str], folder: Path, processes: int, limit: float, device: str = "cpu"
+) -> dict[str, tuple[str, str]]:
+    """Examine architectures on a device, several at a time, each for at most ``limit`` seconds."""
     found: dict[str, tuple[str, str]] = {}
     waiting, running = list(architectures), dict[int, tuple[str, float]]()
     while waiting or running:
         while waiting and len(running) < processes:
             name = waiting.pop(0)
-            running[_in_child(name, folder / name)] = (name, time.monotonic())
+            running[_in_child(name, device, folder / name)] = (name, time.monotonic())
         for child, (name, started) in list(running.items()):
             if time.monotonic() - started > limit:
                 os.kill(child, signal.SIGKILL)
@@ -162,9 +166,13 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Examine the named architectures, by default all; write JSON and table; return 1 if any is wrong or crashed."""
+    """Examine the named architectures, by default all; write JSON and table; return 1 if any is wrong or crashed.
+
+    The table is that of a CPU.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("architectures", nargs="*", help="default: all")
+    parser.add_argument("--device", default="cpu", help="such as cuda, where every op is Triton's (default: cpu)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one architecture")
     parser.add_argument("--json", type=Path, default=Path("bench/results/models.json"))
@@ -174,12 +182,13 @@ def main(arguments: list[str] | None = None) -> int:
     logging.set_verbosity_error()
     options.scratch.mkdir(parents=True, exist_ok=True)
     names = options.architectures or ARCHITECTURES
-    found = sweep(names, options.scratch, options.processes, options.limit)
+    found = sweep(names, options.scratch, options.processes, options.limit, options.device)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     counts = Counter(verdict for verdict, _ in found.values())
     rows = {name: {"verdict": verdict, "why": why} for name, (verdict, why) in found.items()}
     options.json.write_text(json.dumps({**versions, "counts": counts, "architectures": rows}, indent=1) + "\n")
-    options.docs.write_text(document(found, versions))
+    if options.device == "cpu":
+        options.docs.write_text(document(found, versions))
     print(json.dumps({**versions, **counts}))
     return 1 if counts["wrong"] or counts["untyped"] else 0
 

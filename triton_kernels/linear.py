@@ -32,18 +32,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.triton_kernels.device import properties, warp_size
+from specdec_fast.triton_kernels.device import warp_size
 from specdec_fast.triton_kernels.linear_parts import matrix_of, with_products
-from specdec_fast.triton_kernels.overlap import overlaps, prefetch_rows, wait
+from specdec_fast.triton_kernels.linear_tiles import chosen, is_split, launch_of, pieces_of
+from specdec_fast.triton_kernels.overlap import prefetch_rows, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 T = TypeVar("T")
 MAX_WEIGHTS = 3  # matrices of one launch
-_ENOUGH_PROGRAMS = 96  # each loads at least 16 KiB of weights at a time, so many saturate a large device
-_LEAST_SHARED_MEMORY = 99 << 10  # bytes per program, of the devices of NVIDIA that have least
-_MOST_STAGES = 6
-_PREFETCHED = tl.constexpr(256)  # numbers of each row of weights for which a program asks before it waits
-_UNSPECIALISED = ("num_rows", "stride_rows_row")  # specialised by them, other rows would get another kernel
+_ADDED = 512  # outputs of a program that adds pieces
+_UNSPECIALISED = (
+    "num_rows",
+    "stride_rows_row",
+    "stride_out_piece",
+)  # specialised by them, other rows would get another kernel
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -51,9 +53,10 @@ def _linear_kernel(
     rows,  # [T, IN_FEATURES], the last axis contiguous
     weight_0, weight_1, weight_2,  # [out_features_i, IN_FEATURES], contiguous; the first NUM_WEIGHTS are read
     bias_0, bias_1, bias_2,  # [out_features_i]; read if HAS_BIAS
-    out,  # [T, out_features_0], then [T, out_features_1] and so on, contiguous
+    out,  # [T, out_features_0], then [T, out_features_1] and so on, contiguous; if SPLITS, for each piece, in fp32
     num_rows,
     stride_rows_row,
+    stride_out_piece,
     out_features_0, out_features_1, out_features_2,
     IN_FEATURES: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
@@ -62,6 +65,9 @@ def _linear_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PIECE: tl.constexpr,
+    SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -70,83 +76,88 @@ def _linear_kernel(
         (out_features_0, out_features_1, out_features_2), num_rows.to(tl.int64), NUM_WEIGHTS, BLOCK_OUT,
     )  # fmt: skip
     output = tile.to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
+    first_piece = 0
+    if SPLITS:
+        first_piece = tl.program_id(1)
+        out += first_piece.to(tl.int64) * stride_out_piece
     weight_at = weight + (output * IN_FEATURES)[:, None]
     weight_mask = (output < out_features)[:, None]
     if OVERLAPS:
-        prefetch_rows(weight, output, out_features, IN_FEATURES, _PREFETCHED)
+        prefetch_rows(weight, output, out_features, IN_FEATURES, PREFETCHED, first_piece * PIECE)
     wait(OVERLAPS)
     row = (tl.program_id(0) % groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_at = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None]
     row_mask = (row < num_rows)[:, None]
-    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for first in range(0, IN_FEATURES, BLOCK_IN):
-        feature = first + tl.arange(0, BLOCK_IN)[None, :]  # [1, BLOCK_IN]
-        inside = (feature < IN_FEATURES) | (IN_FEATURES % BLOCK_IN == 0)
-        weights = tl.load(weight_at + feature, mask=weight_mask & inside, other=0.0)
-        inputs = tl.load(row_at + feature, mask=row_mask & inside, other=0.0)
-        sums = with_products(sums, weights, inputs)
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    PIECES: tl.constexpr = 1 if SPLITS else (IN_FEATURES + PIECE - 1) // PIECE
+    for piece in range(PIECES):
+        begin = (first_piece + piece) * PIECE
+        end = tl.minimum(begin + PIECE, IN_FEATURES)
+        sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        for first in range(begin, end, BLOCK_IN):
+            feature = first + tl.arange(0, BLOCK_IN)[None, :]  # [1, BLOCK_IN]
+            inside = (feature < IN_FEATURES) | (IN_FEATURES % BLOCK_IN == 0)
+            weights = tl.load(weight_at + feature, mask=weight_mask & inside, other=0.0)
+            inputs = tl.load(row_at + feature, mask=row_mask & inside, other=0.0)
+            sums = with_products(sums, weights, inputs)
+        total = sums if PIECES == 1 else total + sums
     if HAS_BIAS:
-        sums += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]
     out_at = out + (row * out_features)[:, None] + output[None, :]
     mask = row_mask & (output < out_features)[None, :]
-    tl.store(out_at, sums.to(out.dtype.element_ty).T, mask=mask)
+    tl.store(out_at, total.to(out.dtype.element_ty).T, mask=mask)
 
 
-def _launch(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
-    """Choose tiles and warps for matrices of these outputs.
+@triton.jit(do_not_specialize=("num_rows", "stride_partials_piece"))
+def _adding_kernel(
+    partials,  # [PIECES, ...], each piece as out, in fp32
+    bias_0, bias_1, bias_2,  # as above
+    out,
+    num_rows,
+    stride_partials_piece,
+    out_features_0, out_features_1, out_features_2,
+    PIECES: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Add the pieces of the sums of a row and ``BLOCK`` outputs, in their order. Grid: (tiles of outputs, rows)."""
+    wait(OVERLAPS)
+    tile = tl.program_id(0)
+    biases = (bias_0, bias_1, bias_2)
+    sizes = (out_features_0, out_features_1, out_features_2)
+    count = num_rows.to(tl.int64)
+    _, bias, out, out_features, place = matrix_of(tile, biases, biases, out, sizes, count, NUM_WEIGHTS, BLOCK)
+    _, _, partials, _, _ = matrix_of(tile, biases, biases, partials, sizes, count, NUM_WEIGHTS, BLOCK)
+    output = place * BLOCK + tl.arange(0, BLOCK)
+    mask = output < out_features
+    at = tl.program_id(1).to(tl.int64) * out_features + output
+    total = tl.zeros([BLOCK], tl.float32)
+    for piece in tl.static_range(PIECES):
+        total += tl.load(partials + piece * stride_partials_piece.to(tl.int64) + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
-    16-bit numbers: 64 outputs are the least with which Hopper's largest instruction works. Few rows share a program,
-    which reads weights once; many rows get tiles that are also wide. fp32 uses no tensor cores; larger tiles would
-    spill. Splitting sums instead of outputs would need a second launch.
+
+def tiles_of(
+    dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int, layers: Sequence[int]
+) -> Launch:
+    """Return the launch of another kernel that multiplies in the tiles of ``linears``, and adds its pieces itself.
+
+    ``sizes`` are the outputs of its matrices, and ``layers`` those of the linears that they are or are a part of.
+
+    Raises:
+        ValueError: the linears are not all of one number of pieces.
+
     """
-    alignment = _alignment(dtype, in_features)
-    num_outputs = sum(sizes)
-    block_rows = 16 if num_rows <= 16 or alignment == 1 else 64
-    block_in = 128
-    num_warps = 4
-    if dtype == torch.float32:
-        block_out = 32 if num_outputs >= 32 * _ENOUGH_PROGRAMS else 16
-        block_in = 32
-        num_warps = 8 if block_out * block_rows > 1024 else 4
-    elif num_rows <= 64 or alignment == 1:
-        block_out = 64
-    else:
-        block_rows = 128
-        block_in = 64
-        has_many = triton.cdiv(num_rows, 128) * triton.cdiv(num_outputs, 128) >= 2 * _ENOUGH_PROGRAMS
-        block_out, num_warps = (128, 8) if has_many else (64, 4)
-    constexprs = {
-        "IN_FEATURES": in_features,
-        "ALIGNMENT": alignment,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_OUT": block_out,
-        "BLOCK_IN": block_in,
-        "OVERLAPS": overlaps(),
-    }
-    stages = _num_stages((block_out + block_rows) * block_in * dtype.itemsize)
-    # Without a limit of its own, the assembler would choose fewer registers, and spill.
-    return Launch(constexprs, num_warps, stages, max_registers=255, instruction_side=16)
-
-
-def tiles_of(dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int) -> Launch:
-    """Return the launch of another kernel that multiplies in the tiles of ``linears``."""
-    launch = _launch(dtype, in_features, sizes, num_rows)
+    counts = {pieces_of(dtype, in_features, size) for size in layers}
+    if len(counts) > 1:
+        raise ValueError(f"linears with {layers} outputs of one kernel have {counts} pieces; choose num_pieces=1.")
+    launch = launch_of(dtype, in_features, sizes, num_rows, counts.pop())
     constexprs = {name: value for name, value in launch.constexprs.items() if name != "IN_FEATURES"}
     return replace(launch, constexprs={**constexprs, "WARP_SIZE": warp_size()})
-
-
-def _num_stages(num_bytes: int) -> int:
-    """Return how many tiles of weights and rows of ``num_bytes`` are loaded ahead. No bit depends on it."""
-    if torch.version.hip is not None:
-        return 2
-    device = properties()
-    available = _LEAST_SHARED_MEMORY if device is None else device.shared_memory_per_block_optin
-    return max(2, min(available // num_bytes, _MOST_STAGES))
-
-
-def _alignment(dtype: torch.dtype, in_features: int) -> int:
-    """Return how many numbers are 16 bytes if a row of weights is a multiple of 16 bytes, else 1."""
-    return 16 // dtype.itemsize if in_features * dtype.itemsize % 16 == 0 else 1
 
 
 def aligned(rows: Tensor, alignment: int) -> Tensor:
@@ -155,8 +166,17 @@ def aligned(rows: Tensor, alignment: int) -> Tensor:
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _with(launch: Launch, num_weights: int, has_bias: bool) -> Launch:
-    return replace(launch, constexprs={**launch.constexprs, "NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias})
+def _with(launch: Launch, num_weights: int, has_bias: bool, splits: bool = False) -> Launch:
+    added = {"NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias and not splits, "SPLITS": splits}
+    return replace(launch, constexprs={**launch.constexprs, **added})
+
+
+def _adding(launch: Launch, num_weights: int, has_bias: bool) -> Launch:
+    """Return the launch that adds the pieces of another one."""
+    tile = launch.constexprs
+    pieces = triton.cdiv(tile["IN_FEATURES"], tile["PIECE"])
+    constexprs = {"PIECES": pieces, "NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias, "BLOCK": _ADDED}
+    return Launch({**constexprs, "OVERLAPS": tile["OVERLAPS"]}, num_warps=4)
 
 
 def _filled(given: Sequence[T]) -> list[T]:
@@ -179,26 +199,48 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
     """
     (num_rows, in_features) = rows.shape
     sizes = [len(weight) for weight in weights]
+    if len({pieces_of(rows.dtype, in_features, size) for size in sizes}) > 1:
+        own = biases or [None] * len(weights)
+        return [linear(rows, weight, bias) for weight, bias in zip(weights, own, strict=True)]
     out = torch.empty(num_rows * sum(sizes), dtype=rows.dtype, device=rows.device)
-    pieces = out.split([num_rows * size for size in sizes])
-    outs = [piece.view(num_rows, size) for piece, size in zip(pieces, sizes, strict=True)]
+    parts = out.split([num_rows * size for size in sizes])
+    outs = [part.view(num_rows, size) for part, size in zip(parts, sizes, strict=True)]
     if out.numel() == 0:
         return outs
-    launch = _with(_launch(rows.dtype, in_features, sizes, num_rows), len(weights), biases is not None)
+    launch = launch_of(rows.dtype, in_features, sizes, num_rows)
+    if not is_split(launch, sizes, num_rows):
+        _multiply(launch, rows, weights, biases, out)
+        return outs
+    adding = _adding(launch, len(weights), biases is not None)
+    partials = torch.empty(adding.constexprs["PIECES"], len(out), dtype=torch.float32, device=rows.device)
+    _multiply(launch, rows, weights, biases, partials)
+    grid = (sum(triton.cdiv(size, _ADDED) for size in sizes), num_rows)
+    arguments = (partials, *_filled(biases or weights), out, num_rows, len(out), *_filled(sizes))
+    _adding_kernel[grid](*arguments, **adding.options)
+    return outs
+
+
+def _multiply(
+    launch: Launch, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, out: Tensor
+) -> None:
+    """Launch the products; with ``out [pieces, N]``, pieces of them, else ``out [N]``."""
+    sizes = [len(weight) for weight in weights]
+    launch = _with(launch, len(weights), biases is not None, splits=out.dim() == 2)
     blocks = launch.constexprs
     rows = aligned(rows, blocks["ALIGNMENT"])
     num_tiles = sum(triton.cdiv(size, blocks["BLOCK_OUT"]) for size in sizes)
-    _linear_kernel[(num_tiles * triton.cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
+    num_programs = num_tiles * triton.cdiv(len(rows), blocks["BLOCK_ROWS"])
+    _linear_kernel[(num_programs, len(out)) if out.dim() == 2 else (num_programs,)](
         rows,
         *_filled(weights),
         *_filled(biases or weights),
         out,
-        num_rows,
+        len(rows),
         rows.stride(0),
+        out.shape[-1],
         *_filled(sizes),
         **launch.options,
     )
-    return outs
 
 
 _POINTERS = ("rows", "weight_0", "weight_1", "weight_2", "bias_0", "bias_1", "bias_2", "out")
@@ -221,7 +263,7 @@ def variants() -> Iterator[Variant]:
     """Yield the compilations for each type: heights of tiles, numbers of blocks and of matrices, a tail, a bias."""
     for dtype, kind in TYPE_NAMES.items():
         signature = dict.fromkeys(_POINTERS, f"*{kind}")
-        signature |= dict.fromkeys(("num_rows", "stride_rows_row", *_SIZES), "i32")
+        signature |= dict.fromkeys((*_UNSPECIALISED, *_SIZES), "i32")
         for in_features, sizes, has_bias in _USUAL:
             aligned = (*_POINTERS, *_SIZES) if all(size % 16 == 0 for size in sizes) else _POINTERS
             name = f"{kind}_{in_features}x{'_'.join(map(str, sizes))}{'_bias' * has_bias}"
@@ -232,14 +274,34 @@ def variants() -> Iterator[Variant]:
                 yield launched.variant(f"{name}_{suffix}", _linear_kernel, signature, aligned)
         (launch,) = _launches(dtype, 67, (33,))
         yield _with(launch, 1, True).variant(f"{kind}_unaligned", _linear_kernel, signature, _POINTERS)
+        yield from _variants_of_pieces(dtype, kind, signature)
         launch = _with(launch, 1, True)  # Triton treats an integer that is 1 as a constant
         launch = replace(launch, constexprs={**launch.constexprs, **dict.fromkeys(_SIZES, 1)})
         one = {name: kind for name, kind in signature.items() if name not in _SIZES}
         yield launch.variant(f"{kind}_one_output_unaligned", _linear_kernel, one, _POINTERS)
 
 
+def _variants_of_pieces(dtype: torch.dtype, kind: str, signature: dict[str, str]) -> Iterator[Variant]:
+    """Yield the compilations for sums of several pieces, which are no default."""
+    with chosen(num_pieces=4):
+        if pieces_of(dtype, 2048, 1024) == 1:
+            return
+        for launch in _launches(dtype, 2048, (1024,)):
+            tile = launch.constexprs
+            name = f"{kind}_pieces_{tile['BLOCK_OUT']}x{tile['BLOCK_ROWS']}"
+            aligned = (*_POINTERS, *_SIZES)
+            yield _with(launch, 1, False).variant(name, _linear_kernel, signature, aligned)
+            if tile["BLOCK_ROWS"] <= 64:
+                partials = signature | {"out": "*fp32"}
+                yield _with(launch, 1, False, True).variant(f"{name}_split", _linear_kernel, partials, aligned)
+    names = [name for name in signature if name in _adding_kernel.arg_names]
+    adding = {name: signature[name] for name in names} | {"partials": "*fp32", "stride_partials_piece": "i32"}
+    divisible = tuple(name for name in adding if name not in ("num_rows", "stride_partials_piece"))
+    yield _adding(launch, 1, False).variant(f"{kind}_adding", _adding_kernel, adding, divisible)
+
+
 def _launches(dtype: torch.dtype, in_features: int, sizes: Sequence[int]) -> list[Launch]:
     """Return the launches for all numbers of rows."""
-    launches = [_launch(dtype, in_features, sizes, num_rows) for num_rows in (16, 64, 128, 1 << 20)]
+    launches = [launch_of(dtype, in_features, sizes, num_rows) for num_rows in (16, 64, 128, 1 << 20)]
     tiles = {(each.constexprs["BLOCK_OUT"], each.constexprs["BLOCK_ROWS"]): each for each in launches}
     return list(tiles.values())

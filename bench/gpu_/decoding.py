@@ -1,8 +1,11 @@
 """Task "decoding" of ``bench.gpu``: whole runs at the shapes of Qwen3-8B and Qwen3-0.6B, with random weights.
 
-Costs are those of the shapes; the acceptance is chosen: a ``ReplayDrafter`` runs the small model and proposes tokens
-that the large model emits. Outputs are compared with plain decoding at the largest batch size, and a difference is a
-failure.
+Costs are those of the shapes; the acceptance is chosen: a ``ReplayDrafter`` runs the small model, or an EAGLE-3 layer
+of the large model's sizes, and proposes tokens that the large model emits. Outputs are compared with plain decoding at
+the largest batch size, and a difference is a failure.
+
+Speeds are those of decoding alone: every setting also computes its prompts with one new token each, and that time is
+subtracted. A real EAGLE-3 drafter and a real draft model have other acceptances; compare within one acceptance only.
 
 The large model's random weights make ties rare: its next token is mostly a function of the last one. That would hide
 wrong attention, so the logits of a verification are also compared with the stock model's.
@@ -13,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -32,6 +37,7 @@ from bench.common.pairs import (
     random_model,
     random_prompts,
 )
+from bench.common.random_eagle3 import write_random_eagle3
 from bench.common.replay import ReplayDrafter
 from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import Engine, SamplingParams
@@ -45,6 +51,7 @@ from specdec_fast.runner.prefill import prefill
 from specdec_fast.runner.ragged_model import RaggedModel
 
 PLAIN = "plain"
+DRAFT_MODEL, EAGLE3 = "draft model", "eagle3"
 PAGE_SIZE = 16
 
 
@@ -59,6 +66,7 @@ class Sizes:
         prompt_tokens, new_tokens: tokens per prompt.
         prompts: number of prompts at each batch size.
         num_draft_tokens: K.
+        eagle3_ids: number of ids that the EAGLE-3 layer can propose.
         acceptance: probabilities that a draft token is the target's own.
         warm_up_tokens: tokens per prompt in each of two runs before each measured one; as many as measured where there
             are graphs, which are recorded when they are needed for the second time.
@@ -73,11 +81,24 @@ class Sizes:
     new_tokens: int
     prompts: dict[int, int]
     num_draft_tokens: int
+    eagle3_ids: int
     acceptance: tuple[float, ...]
     warm_up_tokens: int
 
 
-FULL = Sizes(QWEN3_8B, QWEN3_06B, 151_936, torch.bfloat16, 128, 128, {8: 16, 1: 2, 32: 64}, 5, (0.8, 0.6), 128)
+FULL = Sizes(
+    QWEN3_8B,
+    QWEN3_06B,
+    vocab_size=151_936,
+    dtype=torch.bfloat16,
+    prompt_tokens=1024,
+    new_tokens=128,
+    prompts={8: 16, 1: 2, 32: 64},
+    num_draft_tokens=5,
+    eagle3_ids=32_000,
+    acceptance=(0.8, 0.6),
+    warm_up_tokens=128,
+)
 SMOKE = Sizes(
     TINY_TARGET,
     TINY_DRAFT,
@@ -87,6 +108,7 @@ SMOKE = Sizes(
     new_tokens=12,
     prompts={2: 4, 1: 1},
     num_draft_tokens=3,
+    eagle3_ids=97,
     acceptance=(0.8,),
     warm_up_tokens=2,
 )
@@ -102,13 +124,15 @@ def run(settings: Settings, progress: Progress) -> None:
     began = monotonic()
     count = max(sizes.prompts.values())
     prompts: Tokens = random_prompts(count, sizes.prompt_tokens, sizes.vocab_size, SEED)
-    bench = Bench(target, draft, prompts, sizes)
-    largest = max(sizes.prompts)
-    bench.transcripts = bench.engine(DecodingSetting(PLAIN, largest)).decode(sizes.new_tokens)
-    progress.note(transcript_seconds=monotonic() - began)
-    texts = [p + t for p, t in zip(prompts, bench.transcripts, strict=True)][: min(8, count)]
-    progress.attempt("logits of a verification", partial(_check_logits, bench, texts, progress))
-    measure_all(bench, progress)
+    with TemporaryDirectory() as folder:
+        write_random_eagle3(target, sizes.eagle3_ids, Path(folder))
+        bench = Bench(target, draft, folder, prompts, sizes)
+        largest = max(sizes.prompts)
+        bench.transcripts = bench.engine(DecodingSetting(PLAIN, largest)).decode(sizes.new_tokens)
+        progress.note(transcript_seconds=monotonic() - began)
+        texts = [p + t for p, t in zip(prompts, bench.transcripts, strict=True)][: min(8, count)]
+        progress.attempt("logits of a verification", partial(_check_logits, bench, texts, progress))
+        measure_all(bench, progress)
 
 
 @dataclass(frozen=True)
@@ -119,15 +143,17 @@ class DecodingSetting:
         method: name of a scheduler, or plain decoding.
         batch_size: largest number of sequences in a step.
         acceptance: probability that a draft token is the target's own; None for plain decoding.
+        drafter: ``DRAFT_MODEL`` or ``EAGLE3``; None for plain decoding.
 
     """
 
     method: str
     batch_size: int
     acceptance: float | None = None
+    drafter: str | None = None
 
     def __str__(self) -> str:
-        acceptance = "" if self.acceptance is None else f", acceptance {self.acceptance}"
+        acceptance = "" if self.acceptance is None else f", {self.drafter}, acceptance {self.acceptance}"
         return f"{self.method} at batch {self.batch_size}{acceptance}"
 
 
@@ -150,24 +176,27 @@ class Run:
 
 
 class Bench:
-    """A pair, prompts, and the tokens that the target emits for them."""
+    """A pair, an EAGLE-3 checkpoint, prompts, and the tokens that the target emits for them."""
 
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, prompts: Tokens, sizes: Sizes) -> None:
-        self.target, self.sizes, self.prompts = target, sizes, prompts
+    def __init__(
+        self, target: PreTrainedModel, draft: PreTrainedModel, eagle3: str, prompts: Tokens, sizes: Sizes
+    ) -> None:
+        self.target, self.eagle3, self.sizes, self.prompts = target, eagle3, sizes, prompts
         self.draft = RaggedModel(draft, resolve(draft.device, dtype=draft.dtype))
         self.draft.use_graphs(Limits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
         self.transcripts: Tokens = []
 
     def engine(self, setting: DecodingSetting) -> Run:
         """Make an engine."""
-        drafter, batch_size = None, setting.batch_size
-        if setting.acceptance is not None:
-            vocab_size, device = self.sizes.vocab_size, self.target.device
-            inner = ModelDrafter(self.draft, vocab_size)
-            drafter = ReplayDrafter(inner, self.transcripts, setting.acceptance, vocab_size, device, SEED)
+        vocab_size, batch_size = self.sizes.vocab_size, setting.batch_size
+        drafters: dict[str | None, Any] = {
+            None: None,
+            DRAFT_MODEL: ModelDrafter(self.draft, vocab_size),
+            EAGLE3: f"eagle3:{self.eagle3}",
+        }
         engine = Engine(
             self.target,
-            drafter,
+            drafters[setting.drafter],
             method="eqspec" if setting.method == PLAIN else setting.method,
             max_batch_size=batch_size,
             num_draft_tokens=self.sizes.num_draft_tokens,
@@ -175,7 +204,10 @@ class Bench:
             # one pool for all runs, because graphs belong to a pool
             kv_cache_tokens=2 * batch_size * (self.sizes.prompt_tokens + self.sizes.new_tokens + PAGE_SIZE),
         )
-        models = [engine.target] if drafter is None else [engine.target, self.draft]
+        if setting.acceptance is not None:
+            core, device = engine.core, self.target.device
+            core.drafter = ReplayDrafter(core.drafter, self.transcripts, setting.acceptance, vocab_size, device, SEED)
+        models = [engine.target, self.draft] if setting.drafter == DRAFT_MODEL else [engine.target]
         return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])
 
 
@@ -184,12 +216,13 @@ def decoding_settings(sizes: Sizes) -> Iterator[DecodingSetting]:
     first, *others = sizes.acceptance
     for batch_size in sizes.prompts:
         yield DecodingSetting(PLAIN, batch_size)
-        yield DecodingSetting("eqspec", batch_size, first)
+        yield DecodingSetting("eqspec", batch_size, first, EAGLE3)
+        yield DecodingSetting("eqspec", batch_size, first, DRAFT_MODEL)
     for batch_size in sizes.prompts:
-        yield DecodingSetting("exspec", batch_size, first)
+        yield DecodingSetting("exspec", batch_size, first, DRAFT_MODEL)
         for acceptance in others:
-            yield DecodingSetting("eqspec", batch_size, acceptance)
-            yield DecodingSetting("exspec", batch_size, acceptance)
+            yield DecodingSetting("eqspec", batch_size, acceptance, EAGLE3)
+            yield DecodingSetting("eqspec", batch_size, acceptance, DRAFT_MODEL)
 
 
 def measure_all(bench: Bench, progress: Progress) -> None:
@@ -215,18 +248,27 @@ def _measure(bench: Bench, setting: DecodingSetting, plain: dict[int, float], pr
         plain[setting.batch_size] = row["tokens_per_second"]
     speed = plain.get(setting.batch_size)
     speedup = None if speed is None else row["tokens_per_second"] / speed
-    asked = {"method": setting.method, "batch": setting.batch_size, "acceptance": setting.acceptance}
+    asked = {
+        "method": setting.method,
+        "batch": setting.batch_size,
+        "acceptance": setting.acceptance,
+        "drafter": setting.drafter,
+    }
     progress.row(**asked, **row, **before, speedup_over_plain=speedup)
     if row["equal_share"] < 1:
         progress.fail(str(setting), f"{row['equal_share']:.1%} of the outputs are those of plain decoding")
 
 
 def _measured(run: Run, bench: Bench) -> dict[str, Any]:
+    run.decode(1)
+    prompt_seconds = run.engine.last_run.seconds
     outputs = run.decode(bench.sizes.new_tokens)
     stats, expected = run.engine.last_run, bench.transcripts[: len(outputs)]
     equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
+    decoded = len(outputs) * (bench.sizes.new_tokens - 1)
     return {
-        "tokens_per_second": sum(map(len, outputs)) / stats.seconds,
+        "tokens_per_second": decoded / (stats.seconds - prompt_seconds),
+        "prompt_seconds": prompt_seconds,
         "seconds": stats.seconds,
         "outputs": len(outputs),
         "equal_share": equal / len(outputs),

@@ -1,7 +1,7 @@
-"""Task "drafters" of ``bench.gpu``: the bundled target with its EAGLE-3 drafter and prompt lookup, in bf16.
+"""Task "drafters" of ``bench.gpu``: the bundled target with what drafts for it, in bf16 and with 4-bit weights.
 
-Every output must be that of plain decoding at the same settings. Each engine decodes twice before it is measured, so
-that its graphs are recorded. The bundled target is small: its speeds show the costs of a step besides weights.
+Every output must be that of plain decoding with the same weights. Each engine decodes twice before its outputs are
+compared, so that its graphs are recorded. Speeds are those beside other gates, on a small target, and not to be cited.
 """
 
 from __future__ import annotations
@@ -21,18 +21,25 @@ from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.assets import demo_pair
 
-FULL = Sizes(32, 64, ((), ()), ((1, 8), (5,)))
+FULL = Sizes(16, 48, ((), ()), ((8, 1), (5,)))
 SMOKE = Sizes(3, 6, ((), ()), ((2,), (3,)))
 _WARM_UPS = 2
 _EAGLE3 = f"eagle3:{demo_pair() / 'eagle3'}"
 PLAIN = "plain"
-# What drafts, by name, and the settings of its engine.
+_DRAFT_MODEL = str(demo_pair() / "draft")
+_INT4 = {"quantization": "int4"}
+# What drafts, by name, and the settings of its engine; behind plain decoding with the same weights.
 DRAFTERS: dict[str, dict[str, Any]] = {
     PLAIN: {"draft": None},
+    "draft model": {"draft": _DRAFT_MODEL},
     "eagle3 chain": {"draft": _EAGLE3},
     "eagle3 chain without graphs": {"draft": _EAGLE3},
     "eagle3 tree": {"draft": _EAGLE3, "draft_tree": 16},
+    "self": {"draft": "self"},
     "ngram": {"draft": "ngram"},
+    "plain, int4": {"draft": None, **_INT4},
+    "draft model, int4": {"draft": _DRAFT_MODEL, **_INT4},
+    "ngram, int4": {"draft": "ngram", **_INT4},
 }
 TEMPERATURES = (0.0, 1.0)
 
@@ -44,12 +51,12 @@ def run(settings: Settings, progress: Progress) -> None:
     progress.note(prompts=sizes.num_prompts, new_tokens=sizes.max_new_tokens)
     pair, (batch_sizes, (num_draft_tokens, *_)) = Pair(torch.bfloat16, settings, sizes), sizes.noisy
     for batch_size, temperature in product(batch_sizes, TEMPERATURES):
-        found: dict[str, Tokens] = {}  # by drafter; plain decoding comes first
+        found: dict[str | None, Tokens] = {}  # of plain decoding, by quantization
         for name, options in DRAFTERS.items():
             settings_of = {"max_batch_size": batch_size, "num_draft_tokens": num_draft_tokens, **options}
             what = f"{name} at batch {batch_size}, temperature {temperature:g}"
             decode = partial(_decode, pair, name, settings_of, temperature)
-            progress.attempt(what, partial(_compare, decode, (name, what), found, progress))
+            progress.attempt(what, partial(_compare, decode, name, what, found, progress))
 
 
 def _decode(pair: Pair, name: str, settings: dict[str, Any], temperature: float) -> tuple[Tokens, float, Engine]:
@@ -71,8 +78,9 @@ def _decode(pair: Pair, name: str, settings: dict[str, Any], temperature: float)
 
 def _compare(
     decode: Callable[[], tuple[Tokens, float, Engine]],
-    named: tuple[str, str],
-    found: dict[str, Tokens],
+    name: str,
+    what: str,
+    found: dict[str | None, Tokens],
     progress: Progress,
 ) -> None:
     """Decode, note a row, and fail if an output differs from plain decoding or a chain was drafted without graphs.
@@ -81,12 +89,13 @@ def _compare(
         RuntimeError: plain decoding failed before.
 
     """
-    name, what = named
     tokens, speed, engine = decode()
-    found[name] = tokens
-    if PLAIN not in found:
+    quantization = DRAFTERS[name].get("quantization")
+    if DRAFTERS[name]["draft"] is None:
+        found[quantization] = tokens
+    if quantization not in found:
         raise RuntimeError("there are no outputs of plain decoding to compare with")
-    equal = sum(own == wanted for own, wanted in zip(tokens, found[PLAIN], strict=True))
+    equal = sum(own == wanted for own, wanted in zip(tokens, found[quantization], strict=True))
     stats, described = engine.last_run, engine.describe()["draft"]
     progress.row(
         what=what,

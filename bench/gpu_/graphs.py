@@ -1,14 +1,16 @@
-"""Tasks "graphs" and "graph_gates" of ``bench.gpu``: forwards as graphs, and launched one operation at a time.
+"""Tasks "graphs" and "graph_gates" of ``bench.gpu``: forwards as graphs.
 
 There are three gates: with and without graphs, the bundled pair emits the same tokens; a model that should have graphs
 has some; and no step waits for the device, except for the one transfer of its tokens, which PyTorch's own check for
-synchronisation verifies. Times are those of a plain step, a verification and a drafting loop at the shapes of
-``gpu_decoding``, as graphs and as PyTorch's operations launched one by one, beside the time of reading the weights and
-the KV at the speed of a copy. On a CPU there are no graphs, so both times are the same.
+synchronisation verifies. Times are those of a plain step, a verification and a drafting loop at the shapes and
+contexts of ``gpu_decoding``, beside the time of reading the weights and the KV at the speed of a copy; and those of the
+kernels within. Kernels overlap, and one that waits for the one before it counts that time, so their sum exceeds the
+whole. On a CPU there are no graphs, so PyTorch launches the operations one by one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,10 +41,10 @@ from specdec_fast.runner import verification
 from specdec_fast.runner.drafting import chosen_tokens
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import CAPTURES
-from specdec_fast.runner.prefill import prefill
 from specdec_fast.runner.ragged_model import RaggedModel
 
 BATCH_SIZE, NUM_DRAFT_TOKENS, SAMPLES, CALLS = 4, 3, 5, 8
+MOST_KERNELS = 8  # of a call, in the report
 
 
 # Gates
@@ -170,14 +172,14 @@ def _time_forward(
     progress: Progress,
 ) -> None:
     bench = _Forward(target, *shape, sizes)
-    _time(what, bench, (bench.graphed, bench.eager), bandwidth, progress)
+    _time(what, bench, bench.forward, bandwidth, progress)
 
 
 def _time_drafting(
     draft: RaggedModel, batch_size: int, sizes: gpu_decoding.Sizes, bandwidth: float, progress: Progress
 ) -> None:
     bench = _Forward(draft, batch_size, 1, sizes, num_forwards=sizes.num_draft_tokens)
-    _time("drafting", bench, (bench.drafted, bench.drafted_eagerly), bandwidth, progress)
+    _time("drafting", bench, bench.draft, bandwidth, progress)
 
 
 def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: Limits) -> RaggedModel:
@@ -189,45 +191,41 @@ def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, l
 
 
 class _Forward:
-    """One batch of a model, at the contexts of ``gpu_decoding``, and the ways to compute it."""
+    """One batch of a model, over random keys and values at the contexts of ``gpu_decoding``."""
 
     def __init__(
         self, model: RaggedModel, batch_size: int, count: int, sizes: gpu_decoding.Sizes, num_forwards: int = 1
     ) -> None:
         context, ahead = sizes.prompt_tokens, num_forwards - 1
         self.model, self.batch_size, self.num_forwards = model, batch_size, num_forwards
-        self.pool = PagePool(model.layout, batch_size * (context + count + num_forwards + 16), 16)
+        page_size = gpu_decoding.PAGE_SIZE
+        self.pool = PagePool(model.layout, batch_size * (context + count + num_forwards + page_size), page_size)
+        device = model.layout.device
+        for tensor in (tensor for layer in self.pool.layers for tensor in layer):
+            tensor.normal_()
         for owner in range(batch_size):
             self.pool.add(owner)
-        prompts = random_prompts(batch_size, context, sizes.vocab_size, SEED)
-        prefill(model, self.pool, dict(enumerate(prompts)))
+            lay_out(self.pool, [Rows(owner, 0, context)], torch.zeros(context, dtype=torch.int64, device=device))
         self.rows = [Rows(owner, context, count) for owner in range(batch_size)]
-        self.fed = [token for prompt in prompts for token in prompt[:count]]
-        self.batch = lay_out(self.pool, self.rows, torch.tensor(self.fed, device=model.layout.device), ahead)
+        (self.fed,) = random_prompts(1, batch_size * count, sizes.vocab_size, SEED)
+        self.batch = lay_out(self.pool, self.rows, torch.tensor(self.fed, device=device), ahead)
         weights = sum(p.numel() * p.itemsize for p in model.model.parameters())
         read_by_row = model.model.get_input_embeddings().weight
         tied = model.model.config.tie_word_embeddings
         weights -= 0 if tied else read_by_row.numel() * read_by_row.itemsize
         self.bytes_read = num_forwards * (weights + batch_size * context * model.layout.bytes_per_token)
 
-    def graphed(self) -> Tensor:
+    def forward(self) -> Tensor:
         """Run the forward as an engine does."""
         return self.model.forward(self.batch, self.pool)
 
-    def eager(self) -> Tensor:
-        """Launch the operations of the forward one by one."""
-        return self.model.hf.forward(self.batch, self.pool, None)
-
-    def drafted(self) -> Tensor:
-        """Run the forwards as a drafter does."""
+    def draft(self) -> Tensor:
+        """Run the forwards as a drafter does: in one graph, if there is one."""
         graphs, layout = self.model.graphs, lay_out_on_host(self.pool, self.rows, self.num_forwards - 1)
-        if graphs is None:
-            return self.drafted_eagerly()
-        tokens = graphs.draft(layout, self.fed, self.num_forwards, {}, self.pool, self.model.vocab_size)
-        return self.drafted_eagerly() if tokens is None else tokens
-
-    def drafted_eagerly(self) -> Tensor:
-        """Lay the forwards out and launch their operations one by one."""
+        if graphs is not None:
+            tokens = graphs.draft(layout, self.fed, self.num_forwards, {}, self.pool, self.model.vocab_size)
+            if tokens is not None:
+                return tokens
         tokens, chosen = self.batch.token_ids, []
         for batch_of in decode_batches(self.pool, self.rows, self.num_forwards):
             logits = self.model.hf.forward(batch_of(token_ids=tokens), self.pool, None)
@@ -236,24 +234,36 @@ class _Forward:
         return torch.stack(chosen, dim=1)
 
 
-def _time(what: str, bench: _Forward, ways: tuple[Call, Call], bandwidth: float, progress: Progress) -> None:
+@torch.inference_mode()
+def _time(what: str, bench: _Forward, call: Call, bandwidth: float, progress: Progress) -> None:
+    device = bench.model.layout.device
     with bench.model.attached():
-        graphed, eager = (_seconds(way, bench.model.layout.device) for way in ways)
+        clock = Clock(device)
+        clock.seconds(call, 3)  # the second call records
+        seconds = median(clock.seconds(call, CALLS) for _ in range(SAMPLES))
+        kernels = _kernels(call, device)
     floor = bench.bytes_read / bandwidth
     progress.row(
         what=what,
         batch=bench.batch_size,
-        microseconds=graphed * 1e6,
-        eager_microseconds=eager * 1e6,
+        microseconds=seconds * 1e6,
         floor_microseconds=floor * 1e6,
-        share_of_copy=floor / graphed,
-        speedup_over_eager=eager / graphed,
+        share_of_copy=floor / seconds,
+        kernels=kernels,
         graphs_captured=0 if bench.model.graphs is None else bench.model.graphs.num_captured,
     )
 
 
-@torch.inference_mode()
-def _seconds(call: Call, device: torch.device) -> float:
-    clock = Clock(device)
-    clock.seconds(call, 3)  # the second call records
-    return median(clock.seconds(call, CALLS) for _ in range(SAMPLES))
+def _kernels(call: Call, device: torch.device) -> dict[str, dict[str, float]]:
+    """Return how often each kernel runs in a call, and its microseconds in all; the longest ones."""
+    if device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    times, counts = Counter[str](), Counter[str]()
+    for event in profile.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] += event.time_range.elapsed_us()
+            counts[event.name] += 1
+    return {name: {"launches": counts[name], "microseconds": spent} for name, spent in times.most_common(MOST_KERNELS)}

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Lock
 from time import monotonic
 from typing import Any
 
@@ -102,12 +105,14 @@ class Task:
         name: name in the report.
         run: runs the task with the settings and a Progress.
         share: its share of the time left when it begins, relative to the shares of it and the tasks after it.
+        measures: whether it measures times, so that nothing may run beside it.
 
     """
 
     name: str
     run: Callable[[Settings, Progress], None]
     share: float
+    measures: bool = True
 
 
 def inline(task: Task, settings: Settings, deadline: float, keep: Keep) -> Result:
@@ -154,30 +159,52 @@ def run_tasks(
     budget: float,
     runner: Callable[[Task, Settings, float, Keep], Result],
     keep: Callable[[str, Result], None],
+    at_once: int = 1,
 ) -> dict[str, Result]:
-    """Run tasks one after the other within ``budget`` seconds; return the results, with those of skipped tasks.
+    """Run tasks within ``budget`` seconds; return the results, with those of skipped tasks, in the order of ``tasks``.
+
+    Those that measure run first, one after the other. The others run behind them, ``at_once`` at a time.
 
     Args:
         tasks: tasks in order.
         settings: settings for each task.
         budget: seconds for all tasks.
         runner: ``inline`` or ``isolated``.
-        keep: receives a task's name and its result so far, after every change.
+        keep: receives a task's name and its result so far, after every change; called by several threads, one at a
+            time, if tasks run at once.
+        at_once: the number of tasks that run at the same time, if they do not measure; more than one only with
+            ``isolated``.
 
     """
     end = monotonic() + budget
     results: dict[str, Result] = {}
-    for i, task in enumerate(tasks):
+    lock = Lock()
+
+    def kept(name: str, found: Result) -> None:
+        with lock:
+            keep(name, found)
+
+    def run(task: Task, shares: float) -> None:
         began = monotonic()
         if began < end:
-            shares = sum(later.share for later in tasks[i:])
             deadline = began + (end - began) * task.share / shares
-            result = runner(task, settings, deadline, lambda found, name=task.name: keep(name, found))
+            result = runner(task, settings, deadline, partial(kept, task.name))
         else:
             result = {"status": "skipped", "error": f"the budget of {budget:.0f} s was used up"}
         results[task.name] = result | {"seconds": monotonic() - began}
-        keep(task.name, results[task.name])
-    return results
+        kept(task.name, results[task.name])
+
+    measuring = [task for task in tasks if task.measures]
+    others = [task for task in tasks if not task.measures]
+    rounds = -(-len(others) // at_once)
+    share_of_others = rounds * max((task.share for task in others), default=0.0)
+    for i, task in enumerate(measuring):
+        run(task, sum(later.share for later in measuring[i:]) + share_of_others)
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = [pool.submit(run, task, task.share * max(1, rounds - i // at_once)) for i, task in enumerate(others)]
+        for each in waiting:
+            each.result()
+    return {task.name: results[task.name] for task in tasks}
 
 
 def is_red(result: Result) -> bool:

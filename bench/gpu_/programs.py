@@ -2,8 +2,7 @@
 
 In fp32 the reference is ``transformers`` at batch 1, as in "equivalence". In bf16 it is plain decoding by programs at
 batch 1: rows have bits of their own, so no token may differ. The first engine generates and compiles the kernels. On a
-CPU its own programs, those in C++, try the check. At last come programs in which linears compute row operations
-(``fused_linears.py``).
+CPU its own programs, those in C++, try the check.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from transformers.utils import logging
 
 from bench.common.device import full_precision
 from bench.common.measurement import Tokens
-from bench.gpu_ import fused_linears
 from bench.gpu_.equivalence import PLAIN, Pair, Sizes, compare_all, name_of
 from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import Engine
@@ -53,7 +51,6 @@ def run(settings: Settings, progress: Progress) -> None:
     progress.note(prompts=sizes.num_prompts, new_tokens=sizes.max_new_tokens, backend=backend)
     progress.attempt("float32", partial(_compare_with_transformers, settings, sizes, backend, progress))
     progress.attempt("bfloat16", partial(_compare_with_plain, settings, sizes, backend, progress))
-    fused_linears.run(settings, progress)
 
 
 def _compare_with_transformers(settings: Settings, sizes: Sizes, backend: str, progress: Progress) -> None:

@@ -3,16 +3,13 @@
 All ways begin from the instructions of the forward program. *present*: PyTorch runs the model within a CUDA graph, one
 kernel for each instruction, with rows padded as deterministic forwards pad them. *fused*: the launches of the program
 (``program/triton/launches.py``). Row operations that follow one another, and the append of keys and values, are one
-kernel, which keeps in registers what nothing else reads; linears of one input are one kernel. *fused linears*: the
-launches with ``fuses_linears`` (``program/triton/fused_launches.py``), where the kernels of linears compute row
-operations too, and with ``merges_attention``, where attention over several pieces of a context is one launch.
+kernel, which keeps in registers what nothing else reads; linears of one input are one kernel.
 
 Bytes: what a kernel reads and writes, each number once. Weights and constants count once per launch, everything else
 per row; no result counts as found in a cache. Operations: two per weight and row; in attention two per number of a key
-or value, row and query head; one per number that a row operation writes. Every program of a linear computes again what
-precedes the linear, and that counts. A quantised linear is a launch, and one more if it rounds its rows; turning codes
-into values counts as nothing, and products of integers as those of 16 bits, which a tensor core computes at half the
-speed.
+or value, row and query head; one per number that a row operation writes. A quantised linear is a launch, and one more
+if it rounds its rows; turning codes into values counts as nothing, and products of integers as those of 16 bits, which
+a tensor core computes at half the speed.
 """
 
 from __future__ import annotations
@@ -42,14 +39,11 @@ from specdec_fast.program.plan.ir import (
     Recurrent,
     RowOp,
 )
-from specdec_fast.program.triton.fused_launches import fused_launches_of
-from specdec_fast.program.triton.fused_linear import MOST_ROWS, EitherWay, FusedLinear
 from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, RowFusion, launches_of
 from specdec_fast.runner.batch_invariance import ROW_MULTIPLE
-from specdec_fast.triton_kernels.linear import tiles_of
 
 LAUNCH_SECONDS = 2e-6  # of one kernel in a graph, besides what it reads and computes
-PRESENT, FUSED, FUSED_LINEARS = "present", "fused", "fused linears"
+PRESENT, FUSED = "present", "fused"
 _CHOICE_LAUNCHES = 3  # of verify_chain
 _STEP_BYTES = 4  # of what the integers of a rounded block are multiples of
 
@@ -82,7 +76,7 @@ def forward_kernels(recorded: Recorded, batch: Batch, way: str) -> list[Kernel]:
     Args:
         recorded: the forward program.
         batch: the rows.
-        way: ``PRESENT``, ``FUSED`` or ``FUSED_LINEARS``.
+        way: ``PRESENT`` or ``FUSED``.
 
     """
     costs = _Costs(recorded.plan, batch, way)
@@ -113,21 +107,9 @@ class _Costs:
             yield from ((index, [each]) for index, each in enumerate(instructions))
             return
         index_of = {id(each): index for index, each in enumerate(instructions)}
-        for launch in self._launches():
+        for launch in launches_of(self._plan):
             group = _instructions_of(launch)
             yield index_of[id(group[0])], group
-
-    def _launches(self) -> Iterator[PlannedLaunch | FusedLinear]:
-        if self._way == FUSED:
-            yield from launches_of(self._plan)
-            return
-        for launch in fused_launches_of(self._plan):
-            if not isinstance(launch, EitherWay):
-                yield launch
-            elif self._rows <= MOST_ROWS:
-                yield launch.few
-            else:
-                yield from launch.many
 
     def kernels_of(self, group: list[Instruction]) -> Iterator[Kernel]:
         """Yield the kernel of a group, or two for attention in pieces.
@@ -138,9 +120,7 @@ class _Costs:
         """
         first = group[0]
         linears = [each for each in group if isinstance(each, Linear)]
-        if linears and len(linears) < len(group):
-            yield self._fused_linear(group, linears)
-        elif linears:
+        if linears:
             yield self._linear(linears)
         elif isinstance(first, Attend):
             yield from self._attention(first)
@@ -189,20 +169,8 @@ class _Costs:
         merging = Kernel("merge of attention", partial + merged * self._itemsize, pieces * merged)
         if not pieces:
             yield computing
-        elif self._way == FUSED_LINEARS:
-            flops = computing.flops + merging.flops
-            yield Kernel("attention and merge", num_bytes + 2 * partial, flops)
         else:
             yield from (computing, merging)
-
-    def _fused_linear(self, group: list[Instruction], linears: list[Linear]) -> Kernel:
-        """Count every number once, as if the group were row operations, and what the programs compute again."""
-        in_features, out_features = linears[0].weight.shape[1], sum(each.weight.shape[0] for each in linears)
-        tiles = tiles_of(self._plan.dtype, in_features, [out_features], self._rows).constexprs
-        before = group[: group.index(linears[0])]
-        again = self._rows * _num_written(before) * (ceil(out_features / tiles["BLOCK_OUT"]) - 1)
-        flops = self._rows * (_num_written(group) + 2 * in_features * out_features) + again
-        return Kernel(f"linear {in_features} to {out_features} with row operations", self._moved(group), flops)
 
     def _row_operations(self, group: list[Instruction]) -> Kernel:
         name = f"{len(group)} row operations" if len(group) > 1 else getattr(group[0], "code", "append")
@@ -242,11 +210,7 @@ class _Costs:
         return self._plan.buffers[number].row_bytes
 
 
-def _instructions_of(launch: PlannedLaunch | FusedLinear) -> list[Instruction]:
-    if isinstance(launch, FusedLinear):
-        before = [] if launch.before is None else launch.before.steps
-        gather = [] if launch.gather is None else [launch.gather]
-        return [*before, *gather, *launch.steps, *([] if launch.after is None else launch.after.steps)]
+def _instructions_of(launch: PlannedLaunch) -> list[Instruction]:
     return list(launch.steps) if isinstance(launch, (RowFusion, JointLinear)) else [launch]
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from bench.common import device as bench_device
+from bench.common.replay import ReplayDrafter
 from bench.gpu_ import decoding as gpu_decoding
 from bench.gpu_ import equivalence as gpu_equivalence
-from bench.gpu_ import fused_linears, isolated_tasks
+from bench.gpu_ import isolated_tasks
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_ import timings as gpu_timings
@@ -244,7 +245,6 @@ def test_programs_that_change_tokens_or_are_missing_are_red(monkeypatch):
         return outputs
 
     monkeypatch.setattr(Engine, "generate", wrong)
-    monkeypatch.setattr(fused_linears, "run", lambda settings, progress: None)  # has a test file of its own
     methods = [failure["what"].split(" at batch 2")[0] for failure in result_of("programs")["failures"]]
     assert methods == ["plain", *METHODS, *METHODS]
     monkeypatch.setattr(Engine, "generate", generate)
@@ -271,13 +271,13 @@ def test_an_exception_ends_its_check_only(monkeypatch):
 
     def fails_once(self, *args, **kwargs):
         calls.append(self)
-        if len(calls) == 5:  # the transcripts, three runs of plain decoding, and then
+        if len(calls) == 6:  # the transcripts, four runs of plain decoding, and then
             raise RuntimeError("illegal memory access")
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "generate", fails_once)
     result = result_of("decoding")
-    assert [failure["what"] for failure in result["failures"]] == ["eqspec at batch 2, acceptance 0.8"]
+    assert [failure["what"] for failure in result["failures"]] == ["eqspec at batch 2, eagle3, acceptance 0.8"]
     assert len(result["rows"]) == len(list(gpu_decoding.decoding_settings(gpu_decoding.SMOKE))) - 1
 
 
@@ -286,7 +286,8 @@ def test_outputs_that_differ_from_plain_decoding_are_red(monkeypatch):
 
     def other(self, new_tokens):
         outputs = decode(self, new_tokens)
-        return outputs if len(self.models) == 1 else [[token + 1 for token in outputs[0]], *outputs[1:]]
+        drafts = isinstance(self.engine.drafter, ReplayDrafter)
+        return [[token + 1 for token in outputs[0]], *outputs[1:]] if drafts else outputs
 
     monkeypatch.setattr(gpu_decoding.Run, "decode", other)
     result = result_of("decoding")
@@ -309,7 +310,7 @@ def test_time_for_engines_and_recording_counts(monkeypatch):
     monkeypatch.setattr(isolated_tasks, "monotonic", lambda: clock[0])
     result = inline(TASKS["decoding"], SMOKE, 450.0, lambda found: None)
     assert len(result["rows"]) == 2, "a third one would end after the deadline"
-    assert result["skipped"][0] == "plain at batch 1"
+    assert result["skipped"][0] == "eqspec at batch 2, draft model, acceptance 0.8"
 
 
 def test_ops_are_timed_as_graphs_where_there_are_any(monkeypatch, only):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
@@ -53,3 +54,22 @@ def test_time_left_over_goes_to_later_tasks(monkeypatch):
 
     run_tasks([Task("a", None, 1), Task("b", None, 3)], SMOKE, 100, runner, lambda *found: None)
     assert deadlines == {"a": 75.0, "b": 150.0}
+
+
+def test_tasks_that_do_not_measure_run_at_once_behind_the_others():
+    """Each of the two waits until the other has begun."""
+    began, barrier = [], threading.Barrier(2, timeout=60)
+
+    def runner(task, settings, deadline, keep):
+        began.append(task.name)
+        if not task.measures:
+            barrier.wait()
+        keep({"rows": [task.name]})
+        return {"status": "done"}
+
+    kept = []
+    tasks = [Task("gate 1", None, 1, measures=False), Task("timed", None, 1), Task("gate 2", None, 1, measures=False)]
+    results = run_tasks(tasks, SMOKE, 100, runner, lambda name, found: kept.append(name), at_once=2)
+    assert list(results) == ["gate 1", "timed", "gate 2"]
+    assert began[0] == "timed"
+    assert sorted(kept) == ["gate 1", "gate 1", "gate 2", "gate 2", "timed", "timed"]

@@ -277,7 +277,7 @@ def test_launch_check_rejects_another_tile(monkeypatch):
 
 def assert_listed(launches: list[tuple[Any, dict[str, Any]]], known: list[tuple[Any, dict[str, Any]]]) -> None:
     for kernel, given in launches:
-        assert set(given) <= {*kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
+        assert set(given) <= {*kernel.arg_names, "num_warps", "num_stages", "maxnreg", "launch_pdl"}
         asked = {"maxnreg": None} | {name: as_listed(value) for name, value in given.items()}
         same_kernel = [options for other, options in known if other is kernel]
         assert any(all(asked[name] == value for name, value in options.items()) for options in same_kernel), asked

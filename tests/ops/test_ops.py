@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench.op_cases import OP_CASES, Case, with_tensors
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
+from specdec_fast.errors import BackendError
 from specdec_fast.ops import BACKENDS, Op, all_ops
 from support.grids import each_value_once, grid
 from support.op_cases import CASES, DTYPES, attention_in_fp64, changed, each_dtype, make
@@ -67,7 +68,12 @@ def test_backend_agrees_with_the_oracle(op, backend, case, dtype):
         pytest.skip("Triton's interpreter multiplies bf16 matrices wrongly; copies and comparisons it does right")
     for seed in SEEDS[:1] if backend in INTERPRETED or case.name in SLOW_CASES else SEEDS:
         make_args = partial(make_from_seed, case, seed, dtype, device)
-        assert_implementation_agrees(op, op.load(backend), make_args)
+        try:
+            assert_implementation_agrees(op, op.load(backend), make_args)
+        except BackendError as error:
+            if not BACKENDS[backend].partial:
+                raise
+            pytest.skip(f"{backend} does not serve this case: {error}")
 
 
 def swapped(append: Callable[..., None], **args: Any) -> None:
@@ -218,13 +224,14 @@ def test_number_of_threads_changes_no_bit(name, case):
 @each_dtype
 def test_rows_of_experts_are_independent(backend, case, dtype):
     """A row has the same bits alone, in the other half of the batch, and with all rows in other places."""
-    device_for(all_ops()["grouped_linear"], backend)
+    device = device_for(all_ops()["grouped_linear"], backend)
     if backend in INTERPRETED and (case, dtype) != ("experts_vectors", torch.float32):
         pytest.skip("seconds in the interpreter, for the same order of the same sums")
-    grouped, args = all_ops()["grouped_linear"].load(backend), make("grouped_linear", case, dtype)
+    grouped = all_ops()["grouped_linear"].load(backend)
+    args = make_from_seed(CASES["grouped_linear", case], 0, dtype, device)
     rows, expert_ids = args.pop("rows"), args.pop("expert_ids")
     whole = grouped(rows, expert_ids, **args)
-    every = torch.arange(len(rows))
+    every = torch.arange(len(rows), device=device)
     alone = every[6:7].split(1) if backend in INTERPRETED else every.split(1)
     for own in (*alone, *every.split(5), every.flip(0)):
         assert same_bits(grouped(rows[own], expert_ids[own], **args), whole[own])

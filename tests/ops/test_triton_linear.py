@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import linear as module
+from specdec_fast.triton_kernels import linear_tiles
 from specdec_fast.triton_kernels.linear import linear, linears
 from support.noted_launches import Noted
 
@@ -26,7 +27,7 @@ def make(num_rows: int, in_features: int, sizes: tuple[int, ...], dtype: torch.d
 
 
 def tile_of(num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype, in_features: int) -> tuple[int, int]:
-    tiles = module._launch(dtype, in_features, sizes, num_rows).constexprs
+    tiles = linear_tiles.launch_of(dtype, in_features, sizes, num_rows).constexprs
     return tiles["BLOCK_OUT"], tiles["BLOCK_ROWS"]
 
 
@@ -41,7 +42,7 @@ def tile_of(num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype, in_featur
     ],
 )
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(dtype, in_features, tiles, monkeypatch):
-    monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 1)  # so small matrices get the tiles of large ones
+    monkeypatch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", 1)  # so small matrices get the tiles of large ones
     size = 66  # some tiles and a part of another
     rows, (weight,) = make(max(COUNTS), in_features, (size,), dtype)
     bias = torch.linspace(-1, 1, size).to(dtype)
@@ -53,17 +54,74 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(dtype, in_features, til
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_rows_bits_do_not_depend_on_the_height_of_tiles(dtype, monkeypatch):
-    """Many rows times many outputs get higher tiles than few."""
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [
+        (torch.float16, {(64, 16), (32, 16), (16, 16), (64, 64), (16, 64), (64, 128), (128, 128)}),
+        (torch.float32, {(32, 16), (16, 16), (32, 64), (16, 64)}),
+    ],
+)
+def test_a_rows_bits_do_not_depend_on_the_height_of_tiles(dtype, tiles, monkeypatch):
+    """Many outputs get higher tiles than few."""
     rows, (weight,) = make(130, 136, (70,), dtype)
-    found, tiles = [], set()
-    for enough in (1, 1000):
-        monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", enough)
-        tiles.add(tile_of(130, (70,), dtype, 136))
-        found.append(linear(rows, weight))
-    assert tiles == ({(64, 128), (128, 128)} if dtype == torch.float16 else {(16, 64), (32, 64)})
-    assert torch.equal(*found)
+    found = set()
+    whole = linear(rows, weight)
+    for enough in (1, 2, 1000):
+        monkeypatch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", enough)
+        for count in (12, 40, 130):
+            found.add(tile_of(count, (70,), dtype, 136))
+            assert torch.equal(linear(rows[:count], weight), whole[:count])
+    assert found == tiles
+
+
+@interpreted
+@pytest.mark.parametrize("num_pieces", [2, 4])
+def test_a_rows_bits_do_not_depend_on_who_adds_the_pieces_of_its_sums(num_pieces):
+    """With few rows, every piece has a program and another kernel adds them; with many, one program has all."""
+    rows, weights = make(70, 2064, (40, 24), torch.float16)  # the last piece is shorter
+    rows[:, 2048:] /= 1024  # what is left of sums whose products cancel, so that their errors show
+    for weight in weights:
+        weight[:, 1024:2048] = -weight[:, :1024]
+    rows[:, 1024:2048] = rows[:, :1024]
+    biases = [weight[:, 2048] / 1024 for weight in weights]
+    one_sum = linears(rows, weights, biases)
+    split = set()
+    with linear_tiles.chosen(num_pieces=num_pieces):
+        whole = linears(rows, weights, biases)
+        assert not any(map(torch.equal, whole, one_sum)), "several sums would not be noticed"
+        for enough, count in ((1, 3), (96, 3), (96, 20), (96, 70)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", enough)
+                launch = linear_tiles.launch_of(torch.float16, 2064, (40, 24), count)
+                split.add((count, linear_tiles.is_split(launch, (40, 24), count)))
+                found = linears(rows[:count], weights, biases)
+                alone = [linear(rows[:count], *each) for each in zip(weights, biases, strict=True)]
+            for i in range(2):
+                assert torch.equal(found[i], whole[i][:count])
+                assert torch.equal(alone[i], whole[i][:count])
+    assert split == {(3, False), (3, True), (20, True), (70, True)}
+
+
+@interpreted
+def test_matrices_of_several_numbers_of_pieces_have_their_own_launches():
+    rows, weights = make(2, 2048, (2064, 16), torch.float16)
+    with linear_tiles.chosen(num_pieces=2):
+        assert [linear_tiles.pieces_of(torch.float16, 2048, size) for size in (2064, 16)] == [1, 2]
+        assert all(map(torch.equal, linears(rows, weights), [linear(rows, weight) for weight in weights]))
+        with pytest.raises(ValueError, match="num_pieces"):
+            module.tiles_of(torch.float16, 2048, (2064, 16), 2, (2064, 16))
+
+
+@interpreted
+def test_choices_change_no_bit():
+    rows, (weight,) = make(20, 264, (70,), torch.float16)
+    expected = linear(rows, weight)
+    for changes in ({"most_stages": 3}, {"has_low_tiles": False}, {"prefetched": 1024}):
+        before = linear_tiles.launch_of(torch.float16, 264, (70,), 20)
+        with linear_tiles.chosen(**changes):
+            assert linear_tiles.launch_of(torch.float16, 264, (70,), 20) != before or "most_stages" in changes
+            assert torch.equal(linear(rows, weight), expected)
+        assert linear_tiles.launch_of(torch.float16, 264, (70,), 20) == before
 
 
 @interpreted
@@ -82,14 +140,14 @@ def test_sums_in_fp32_are_sums_of_short_sums():
 def test_another_order_would_be_noticed(monkeypatch):
     rows, (weight,) = make(16, 1000, (34,), torch.float32)
     whole = linear(rows, weight)
-    launch = module._launch
+    launch = module.launch_of
 
     def other(*args: Any) -> Any:
         found = launch(*args)
         found.constexprs["BLOCK_IN"] //= 2
         return found
 
-    monkeypatch.setattr(module, "_launch", other)
+    monkeypatch.setattr(module, "launch_of", other)
     assert not torch.equal(linear(rows, weight), whole)
 
 
@@ -106,7 +164,7 @@ def test_another_order_would_be_noticed(monkeypatch):
 )
 def test_several_matrices_have_the_bits_of_a_launch_for_each(sizes, has_bias, dtype, monkeypatch):
     """Alone, some have tiles of another height."""
-    monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", 1)
     rows, weights = make(21, 264, sizes, dtype)
     biases = [weight[:, 0].clone() for weight in weights] if has_bias else None
     found = linears(rows, weights, biases)
@@ -124,8 +182,8 @@ def test_weights_are_read_once_and_not_copied(sizes, dtype, monkeypatch):
     weights = [torch.empty(size, 64, dtype=dtype) for size in sizes]
     for count in (1, 16, 17, 48, 64):
         linears(torch.empty(count, 64, dtype=dtype), weights)
-    height, _ = tile_of(1, sizes, dtype, 64)
-    assert noted.grids == [sum(-(-size // height) for size in sizes)] * 5
+    heights = [tile_of(count, sizes, dtype, 64)[0] for count in (1, 16, 17, 48, 64)]
+    assert noted.grids == [sum(-(-size // height) for size in sizes) for height in heights]
     assert all(given is weight for given, weight in zip(noted.args[1:], weights, strict=False))
 
 

@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 
 from specdec_fast.program.triton import launches
 from specdec_fast.program.triton.executor import TritonProgram
-from specdec_fast.triton_kernels import linear as linear_module
+from specdec_fast.triton_kernels import linear_tiles
 from support.device_programs import interpreted
 
 pytestmark = needs_programs
@@ -104,7 +104,7 @@ def model_with_biases():
 @torch.inference_mode()
 def test_linears_of_one_launch_have_the_bits_of_separate_launches(make, dtype, monkeypatch):
     """In fp32, tiles of both heights occur: they are those that sizes such as 1024 and 4096 have."""
-    monkeypatch.setattr(linear_module, "_ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", 1)
     model = make().to(dtype)
     together = interpreted(model)
     monkeypatch.setattr(launches, "MAX_WEIGHTS", 1)

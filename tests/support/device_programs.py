@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 import torch
 
 from bench.aot import Resources, measure, table
-from bench.aot_.fused_linears import fused_variants
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.forward_layout import lay_out
@@ -38,10 +37,6 @@ WIDE = {  # the sizes of a model of 8 billion parameters; one layer, because the
 }  # fmt: skip
 
 
-# Gate and up in two matrices, in one, and a gelu with biases: the other architectures fuse linears like one of these.
-FUSED = ("qwen3", "phi3", "gpt-neox")
-
-
 def plan_of(model: torch.nn.Module) -> Plan:
     """Return the plan that the C++ executor and the other one run."""
     ragged = RaggedModel(model, resolve(CPU))
@@ -49,20 +44,17 @@ def plan_of(model: torch.nn.Module) -> Plan:
     return ragged.program._plan
 
 
-def interpreted(model: torch.nn.Module, **options: bool) -> RaggedModel:
-    """Return a model whose forwards are launched in the interpreter, as a GPU would launch them.
-
-    ``options`` are those of ``TritonProgram``.
-    """
+def interpreted(model: torch.nn.Module) -> RaggedModel:
+    """Return a model whose forwards are launched in the interpreter, as a GPU would launch them."""
     ragged = RaggedModel(model, resolve(CPU))
-    ragged.use_programs(None, TritonProgram(plan_of(model), resolve(CPU, "triton"), **options))
+    ragged.use_programs(None, TritonProgram(plan_of(model), resolve(CPU, "triton")))
     return ragged
 
 
-def launched(model: torch.nn.Module, fuses_linears: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+def launched(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function of token ids that runs a model without layers, as ``compiled`` does, in the interpreter."""
     plan = compile_forward(model, model, NO_LAYERS, resolve(CPU), CacheRules())
-    program = TritonProgram(plan, resolve(CPU, "triton"), fuses_linears)
+    program = TritonProgram(plan, resolve(CPU, "triton"))
 
     def run(token_ids: torch.Tensor) -> torch.Tensor:
         pool = PagePool(NO_LAYERS, 256, 16)
@@ -95,8 +87,6 @@ def compiled_for(size: str, architecture: str, targets: Sequence[str]) -> list[R
     distinct = {kernel.source: kernel for kernel in kernels}.values()
     name = f"{size}_{architecture}"
     variants = [variant_of(plan, kernel, f"{name}_{i}") for i, kernel in enumerate(distinct)]
-    if architecture in FUSED:
-        variants += fused_variants(plan, name)
     with TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         return [measure(variant.name, variant, target, False) for variant in variants for target in targets]

@@ -105,7 +105,8 @@ def assert_agrees(op: Op, got: Any, oracle: Any, args: dict[str, Any]) -> None:
         return
     for own, other, truth in zip(*map(tensors, (got, oracle, REFERENCES[op.name](**args))), strict=True):
         assert (own.dtype, own.shape) == (other.dtype, other.shape)
-        error, oracle_error, largest = map(largest_of, (own.cpu() - truth, other.cpu() - truth, truth))
+        exact = truth.cpu()
+        error, oracle_error, largest = map(largest_of, (own.cpu() - exact, other.cpu() - exact, exact))
         assert error <= 2 * oracle_error + torch.finfo(other.dtype).eps * largest
 
 

@@ -8,7 +8,7 @@ CUDA graph the graph's own memory serves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,30 +34,24 @@ from specdec_fast.program.plan.ir import (
 )
 from specdec_fast.program.record.row_views import NotLowerableError
 from specdec_fast.program.triton.device_forward import DeviceForward
-from specdec_fast.program.triton.fused_launches import fused_launches_of
-from specdec_fast.program.triton.fused_linear import EitherWay, FusedLaunch, FusedLinear
-from specdec_fast.program.triton.fused_step import fused_step, takes_few_rows
 from specdec_fast.program.triton.generated import OPTIONS, compiled
-from specdec_fast.program.triton.launches import JointLinear, RowFusion, Shared, halves, launches_of
+from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, RowFusion, Shared, halves, launches_of
 from specdec_fast.program.triton.recurrent_steps import recurrent_step
 from specdec_fast.program.triton.row_code import NotEmittableError
 from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
 from specdec_fast.triton_kernels.linear import linears
 from specdec_fast.triton_kernels.overlap import overlaps
-from specdec_fast.triton_kernels.paged_attention import NUM_COUNTERS, attend
 from specdec_fast.triton_kernels.variant import Launch
 
-Prepared = tuple[RowFusion, RowKernel] | Shared | FusedLinear | EitherWay
+Prepared = tuple[RowFusion, RowKernel] | Shared
 
 
-def kernels_of(plan: Plan, fuses_linears: bool = False) -> list[Prepared]:
-    """Return the launches of a plan, with the kernels of its fusions."""
-    return with_kernels(plan, fused_launches_of(plan) if fuses_linears else launches_of(plan))
+def kernels_of(plan: Plan) -> list[Prepared]:
+    """Return the launches of a plan, with the kernels of its fusions.
 
-
-def with_kernels(plan: Plan, launches: Sequence[FusedLaunch]) -> list[Prepared]:
-    """Return launches with the kernels of their fusions; a fusion that must read what it has written becomes two."""
-    waiting: list[FusedLaunch] = [*launches][::-1]
+    A fusion that must read what it has written becomes two.
+    """
+    waiting: list[PlannedLaunch] = launches_of(plan)[::-1]
     prepared: list[Prepared] = []
     while waiting:
         launch = waiting.pop()
@@ -81,19 +75,14 @@ def launch_of(kernel: RowKernel) -> Launch:
 class TritonProgram:
     """A model's forward as few launches. It keeps the plan's constants, such as weights, and reads them in place.
 
-    ``ops`` compute linears, attention and recurrent layers. ``fuses_linears``: the kernels of linears compute row
-    operations too (``fused_launches.py``). ``merges_attention``: attention over split contexts is one launch
-    (``attention_merging.py``), and no two forwards of the program may run at once. Both are off until ``make
-    gpu-check`` shows on a GPU that they are faster: no GPU has run these kernels yet.
+    ``ops`` compute linears, attention and recurrent layers.
     """
 
-    def __init__(self, plan: Plan, ops: Ops, fuses_linears: bool = False, merges_attention: bool = False) -> None:
+    def __init__(self, plan: Plan, ops: Ops) -> None:
         self._plan = plan
         self._ops = ops if ops.unchecked is None else ops.unchecked
         self._dtypes = dtypes_of(plan)
-        device = next((step.weight.device for step in plan.instructions if isinstance(step, Linear)), None)
-        self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device) if merges_attention else None
-        launches = kernels_of(plan, fuses_linears)
+        launches = kernels_of(plan)
         self._logits = next(b for b, placed in enumerate(plan.buffers) if placed.place == LOGITS and b in self._dtypes)
         last = {buffer: i for i, launch in enumerate(launches) for buffer in _reads(launch)}
         self._steps = [
@@ -128,8 +117,6 @@ class TritonProgram:
         make: dict[type, Callable[[Any], Callable[[DeviceForward], None]]] = {
             Linear: self._linear,
             JointLinear: self._joint_linear,
-            FusedLinear: self._fused_linear,
-            EitherWay: self._either_way,
             PackedLinear: self._packed_linear,
             GroupedLinear: self._grouped_linear,
             GroupedPackedLinear: self._grouped_packed_linear,
@@ -150,19 +137,6 @@ class TritonProgram:
             tensors = [forward.tensor(each) for each in kernel.tensors]
             if num_rows:
                 function[num_rows, kernel.num_tiles](*tensors, **options)
-
-        return launch
-
-    def _fused_linear(self, fused: FusedLinear) -> Callable[[DeviceForward], None]:
-        return fused_step(self._plan, fused, self._dtypes)
-
-    def _either_way(self, either: EitherWay) -> Callable[[DeviceForward], None]:
-        few = self._step(either.few)
-        many = [self._step(launch) for launch in with_kernels(self._plan, either.many)]
-
-        def launch(forward: DeviceForward) -> None:
-            for step in [few] if takes_few_rows(either, forward) else many:
-                step(forward)
 
         return launch
 
@@ -233,11 +207,7 @@ class TritonProgram:
             strides = (rows.stride(0), heads.stride, 1)
             query = rows.as_strided(shape, strides, rows.storage_offset() + heads.offset)
             kv = forward.pool.layers[step.layer]
-            if self._counters is None:
-                result = self._ops.paged_attention(query, kv, forward.batch, params)
-            else:
-                result = attend(query, kv, forward.batch, params, self._counters)
-            forward.memory[step.out] = result.flatten(1)
+            forward.memory[step.out] = self._ops.paged_attention(query, kv, forward.batch, params).flatten(1)
 
         return launch
 
@@ -286,4 +256,4 @@ def _experts_inputs(
 def _reads(launch: Prepared) -> set[int]:
     if isinstance(launch, tuple):
         return {buffer for step in launch[0].steps for buffer in step.reads}
-    return set(launch.few.reads if isinstance(launch, EitherWay) else launch.reads)
+    return set(launch.reads)
