@@ -5,7 +5,8 @@ has some; and no step waits for the device, except for the one transfer of its t
 synchronisation verifies. Times are those of a plain step, a verification and a drafting loop at the shapes and
 contexts of ``gpu_decoding``, beside the time of reading the weights and the KV at the speed of a copy; and those of the
 kernels within. Kernels overlap, and one that waits for the one before it counts that time, so their sum exceeds the
-whole. *graph_bytes* is the memory that recording took from the device. On a CPU there are no graphs, so PyTorch launches the operations one by one.
+whole. *graph_bytes* is the memory that recording took from the device. On a CPU there are no graphs, so PyTorch
+launches the operations one by one.
 """
 
 from __future__ import annotations
