@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bench.common.device import as_graph, free_memory
 from bench.common.pairs import SEED, ModelShape, random_model
@@ -22,9 +23,10 @@ from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.ops import resolve
+from specdec_fast.ops import Ops, resolve
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.program import compile_forward
+from specdec_fast.program.plan.ir import Plan
 from specdec_fast.program.triton.executor import TritonProgram
 from specdec_fast.runner.hf_model import HFModel
 
@@ -34,6 +36,8 @@ _WAYS = {  # what is asked of ``TritonProgram``
     "fused linears": {"fuses_linears": True},
     "fused linears and attention": {"fuses_linears": True, "merges_attention": True},
 }
+# Batch sizes whose bits are compared, too: one row per sequence, so also the numbers of rows at which tiles change.
+_MORE_SIZES = (3, 9, 15, 16, 17)
 _SAMPLES = 15
 _PROBE_TOKENS = 8
 _LEAST_CONTEXT = 1024  # positions: attention splits contexts from 513 on
@@ -59,25 +63,29 @@ def run(settings: Settings, progress: Progress) -> None:
 def _compare_model(
     what: str, shape: ModelShape, count: int, sizes: gpu_decoding.Sizes, device: torch.device, progress: Progress
 ) -> None:
-    model = random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED)
-    ops = resolve(device, "triton")
-    hf = HFModel(model, ops, torch.arange(_PROBE_TOKENS, device=device) % sizes.vocab_size)
-    with hf.hooked():
-        plan = compile_forward(model, hf.call, hf.layout, ops, hf.rules)
+    hf, ops, plan = plan_of(random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED), sizes.vocab_size, device)
     programs = {name: TritonProgram(plan, ops, **options) for name, options in _WAYS.items()}
-    for batch_size in sizes.prompts:
-        pool, batch = _batch(hf, batch_size, count, sizes, device)
+    for batch_size in (*sizes.prompts, *(() if INTERPRETING or count > 1 else _MORE_SIZES)):
+        pool, batch = batch_of(hf, batch_size, count, sizes, device)
         calls: dict[str, Call] = {name: partial(program, batch, pool) for name, program in programs.items()}
         results = {name: _result(call, pool) for name, call in calls.items()}
         expected = results.pop(_SEPARATE)
         equal = {name: all(map(torch.equal, result, expected)) for name, result in results.items()}
         for name in (name for name, same in equal.items() if not same):
             progress.fail(f"{what} at batch {batch_size}", f"{name}: other logits, keys or values")
-        rows, times = batch_size * count, _times(calls, device)
-        progress.row(what=what, batch=batch_size, rows=rows, equal_bits=equal, **times)
+        times = _times(calls, device) if batch_size in sizes.prompts else {}
+        progress.row(what=what, batch=batch_size, rows=batch_size * count, equal_bits=equal, **times)
 
 
-def _batch(
+def plan_of(model: PreTrainedModel, vocab_size: int, device: torch.device) -> tuple[HFModel, Ops, Plan]:
+    """Return the model as this package calls it, the ops, and the plan of its forward."""
+    ops = resolve(device, "triton")
+    hf = HFModel(model, ops, torch.arange(_PROBE_TOKENS, device=device) % vocab_size)
+    with hf.hooked():
+        return hf, ops, compile_forward(model, hf.call, hf.layout, ops, hf.rules)
+
+
+def batch_of(
     hf: HFModel, batch_size: int, count: int, sizes: gpu_decoding.Sizes, device: torch.device
 ) -> tuple[PagePool, RaggedBatch]:
     """Lay out ``count`` rows of every sequence, over random keys and values."""
