@@ -61,6 +61,7 @@ VARIANTS = {
     "trigger first, 4 stages": LaunchVariant({"most_stages": 4}, triggers_first=True),
     "trigger first, prefetch 1024": LaunchVariant({"prefetched": 1024}, triggers_first=True),
     "trigger first, 4 stages, prefetch 1024": LaunchVariant({"most_stages": 4, "prefetched": 1024}, True),
+    "narrow tiles for many rows": LaunchVariant({"has_wide_tiles": False}),
     "2 pieces": LaunchVariant({"num_pieces": 2}),
     "4 pieces": LaunchVariant({"num_pieces": 4}),
     "fused linears": LaunchVariant(options={"fuses_linears": True}),
