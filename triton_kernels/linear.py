@@ -155,7 +155,8 @@ def tiles_of(
     counts = {pieces_of(dtype, in_features, size) for size in layers}
     if len(counts) > 1:
         raise ValueError(f"linears with {layers} outputs of one kernel have {counts} pieces; choose num_pieces=1.")
-    launch = launch_of(dtype, in_features, sizes, num_rows, counts.pop())
+    # What such kernels compute from sums needs registers that sums of 256 rows leave none of.
+    launch = launch_of(dtype, in_features, sizes, num_rows, counts.pop(), most_block_rows=128)
     constexprs = {name: value for name, value in launch.constexprs.items() if name != "IN_FEATURES"}
     return replace(launch, constexprs={**constexprs, "WARP_SIZE": warp_size()})
 

@@ -21,6 +21,9 @@ _ENOUGH_PROGRAMS = 96  # each loads at least 16 KiB of weights at a time, so man
 _LONG = 2048  # features; a shorter sum is never several
 _PIECE_MULTIPLE = 256  # features of a piece are a multiple of it, as of every tile
 _MOST_SPLIT_ROWS = 256  # with more, partial sums would be more bytes than weights
+# Outputs, rows and warps of tiles for many rows, and how fast one is for its size, compared with the largest: it reads
+# more for as many products. The speeds are estimates.
+_WIDE = ((128, 256, 8, 1.0), (128, 128, 8, 0.85), (128, 64, 8, 0.7), (64, 128, 4, 0.7), (64, 64, 4, 0.55))
 _LEAST_SHARED_MEMORY = 99 << 10  # bytes per program, of the devices of NVIDIA that have least
 
 
@@ -33,6 +36,7 @@ class TileChoices:
     prefetched: int = 256  # numbers of each row of weights for which a program asks before it waits
     # sums of which a sum consists that is long and of a narrow layer; with few rows, each is another program's
     num_pieces: int = 1
+    has_wide_tiles: bool = True  # whether more than 64 rows get tiles of all sizes on Hopper
 
 
 CHOICES = TileChoices()
@@ -50,7 +54,12 @@ def chosen(**changes: int) -> Iterator[None]:
 
 
 def launch_of(
-    dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int, num_pieces: int | None = None
+    dtype: torch.dtype,
+    in_features: int,
+    sizes: Sequence[int],
+    num_rows: int,
+    num_pieces: int | None = None,
+    most_block_rows: int = 256,
 ) -> Launch:
     """Choose tiles and warps for matrices of these outputs; ``num_pieces``: None for those of the first one.
 
@@ -73,10 +82,9 @@ def launch_of(
         block_out = _height(num_outputs * num_pieces, block_rows)
         block_in = 256 if block_out == 16 == block_rows and alignment > 1 else 128
     else:
-        block_rows = 128
+        most_block_rows = most_block_rows if num_pieces == 1 else 128  # pieces need registers for two sums
+        block_out, block_rows, num_warps = _many_rows(sizes, num_rows, most_block_rows)
         block_in = 64
-        has_many = triton.cdiv(num_rows, 128) * triton.cdiv(num_outputs, 128) >= 2 * _ENOUGH_PROGRAMS
-        block_out, num_warps = (128, 8) if has_many else (64, 4)
     constexprs = {
         "IN_FEATURES": in_features,
         "ALIGNMENT": alignment,
@@ -115,6 +123,28 @@ def _height(num_outputs: int, block_rows: int) -> int:
         return 64
     enough = _ENOUGH_PROGRAMS if block_rows == 16 else _ENOUGH_PROGRAMS // 2
     return next((height for height in (64, 32) if num_outputs >= height * enough), 16)
+
+
+def _many_rows(sizes: Sequence[int], num_rows: int, most_block_rows: int) -> tuple[int, int, int]:
+    """Return outputs, rows and warps of a tile for more than 64 rows."""
+    if CHOICES.has_wide_tiles and has_wide_instructions():
+        multiprocessors = getattr(properties(), "multi_processor_count", 132)
+
+        def cost(tile: tuple[int, int, int, float]) -> float:
+            block_out, block_rows, _, speed = tile
+            programs = triton.cdiv(num_rows, block_rows) * sum(triton.cdiv(size, block_out) for size in sizes)
+            return triton.cdiv(programs, multiprocessors) * block_out * block_rows / speed
+
+        block_out, block_rows, num_warps, _ = min((each for each in _WIDE if each[1] <= most_block_rows), key=cost)
+        return block_out, block_rows, num_warps
+    has_many = triton.cdiv(num_rows, 128) * triton.cdiv(sum(sizes), 128) >= 2 * _ENOUGH_PROGRAMS
+    return (128, 128, 8) if has_many else (64, 128, 4)
+
+
+def has_wide_instructions() -> bool:
+    """Return whether the current device is a Hopper: there an instruction multiplies with up to 256 rows."""
+    device = properties()
+    return device is not None and device.major == 9
 
 
 def _num_stages(num_bytes: int) -> int:

@@ -32,6 +32,17 @@ from specdec_fast.ops import Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
 
 SEED = 0
+# Linears beside those that the op declares, in bf16: features, outputs, rows. They are the layers of Qwen3-8B and
+# Qwen3-0.6B: gate and up, down, queries and o.
+_MANY = (1, 8, 48, 192, 256, 1024)
+LAYERS = (
+    (4096, 12_288, (192,)),
+    (12_288, 4096, _MANY),
+    (4096, 4096, _MANY),
+    (1024, 3072, (192,)),
+    (3072, 1024, _MANY),
+    (2048, 1024, _MANY),
+)
 HAS_PART = ("quantized_linear", "grouped_quantized_linear")  # ops that the part "quantized" times
 
 
@@ -105,6 +116,18 @@ def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
         for case in OP_CASES[op.name].benchmarks:
             for dtype in (torch.bfloat16,) if op.exact else (torch.bfloat16, torch.float32):
                 yield Subject(op, case.name, dtype, partial(make_case, case, dtype, SEED, device))
+    for in_features, out_features, counts in LAYERS if sizes.declared else ():
+        for count in counts:
+            name = f"linear_{in_features}x{out_features}_{count}"
+            make = partial(_layer, count, in_features, out_features, device)
+            yield Subject(all_ops()["linear"], name, torch.bfloat16, make)
+
+
+def _layer(num_rows: int, in_features: int, out_features: int, device: torch.device) -> dict[str, Any]:
+    """Draw rows and weights on the device, which is faster than to copy them there."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    draw = partial(torch.randn, generator=generator, dtype=torch.bfloat16, device=device)
+    return {"rows": draw(num_rows, in_features), "weight": draw(out_features, in_features) / in_features**0.5}
 
 
 def _time_all(subject: Subject, device: torch.device, bandwidth: float, progress: Progress) -> None:

@@ -75,6 +75,38 @@ def test_a_rows_bits_do_not_depend_on_the_height_of_tiles(dtype, tiles, monkeypa
 
 
 @interpreted
+def test_a_rows_bits_do_not_depend_on_the_tiles_of_hopper(monkeypatch):
+    rows, (weight,) = make(270, 136, (130,), torch.float16)
+    whole = linear(rows, weight)
+    monkeypatch.setattr(linear_tiles, "has_wide_instructions", lambda: True)
+    found = set()
+    for wide in linear_tiles._WIDE:
+        monkeypatch.setattr(linear_tiles, "_WIDE", (wide,))
+        found.add(tile_of(270, (130,), torch.float16, 136))
+        assert torch.equal(linear(rows, weight), whole)
+    assert found == {(128, 256), (128, 128), (128, 64), (64, 128), (64, 64)}
+
+
+@pytest.mark.parametrize(
+    ("in_features", "size", "num_rows", "tile"),
+    [  # one wave of the largest tile that leaves few of 132 multiprocessors without work
+        (4096, 12_288, 256, (128, 256)),
+        (4096, 12_288, 1024, (128, 256)),
+        (4096, 12_288, 128, (128, 128)),
+        (4096, 4096, 192, (128, 64)),
+        (4096, 4096, 256, (128, 64)),
+        (4096, 4096, 1024, (128, 256)),
+        (3072, 1024, 256, (64, 64)),
+    ],
+)
+def test_tiles_of_many_rows_fill_a_hopper(in_features, size, num_rows, tile, monkeypatch):
+    monkeypatch.setattr(linear_tiles, "has_wide_instructions", lambda: True)
+    assert tile_of(num_rows, (size,), torch.bfloat16, in_features) == tile
+    launch = module.tiles_of(torch.bfloat16, in_features, (size,), num_rows, (size,))
+    assert launch.constexprs["BLOCK_ROWS"] <= 128
+
+
+@interpreted
 @pytest.mark.parametrize("num_pieces", [2, 4])
 def test_a_rows_bits_do_not_depend_on_who_adds_the_pieces_of_its_sums(num_pieces):
     """With few rows, every piece has a program and another kernel adds them; with many, one program has all."""
