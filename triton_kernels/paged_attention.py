@@ -160,10 +160,13 @@ def _alignment(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _with(launch: Launch, **flags: int) -> Launch:
-    """Return the launch with further constants. Trees in tall tiles leave no registers for loads ahead."""
+    """Return the launch with further constants. Flags may leave tall tiles fewer registers for loads ahead."""
     constexprs = {**launch.constexprs, **flags}
-    is_ahead = constexprs["SPLIT"] or not constexprs.get("TREE")
-    return replace(launch, constexprs=constexprs, num_stages=launch.num_stages if is_ahead else 1)
+    stages = launch.num_stages
+    if not constexprs["SPLIT"]:
+        most = 1 if constexprs.get("TREE") else 2 if constexprs.get("WINDOWED") else stages
+        stages = min(stages, most)
+    return replace(launch, constexprs=constexprs, num_stages=stages)
 
 
 def _merge_launch(launch: Launch) -> Launch:
