@@ -35,8 +35,8 @@ def merging_kernel(
     counters,  # [sequences x tiles x KV heads] int32, zeros before and after
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Compute one piece of a tile's context, and merge all of them if the others are there."""
     wait(OVERLAPS)
@@ -58,7 +58,7 @@ def merging_kernel(
         query, key_cache, value_cache, block_table, paths, stride_query_row, stride_query_head, num_kv_heads, max_pages,
         path_width, window, inner_scale, score_scale, sequence, kv_head, first_pair, first_query, num_rows, prefix,
         first_row, last_row, begin, end, piece, last_piece, HEAD_DIM, VALUE_DIM, GROUP, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE, CHUNKED,
+        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE, WINDOWED, CHUNKED, SPLIT,
     )  # fmt: skip
     store_tile(
         sums, maximum, total, sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k, sequence, first_pair,
@@ -74,6 +74,6 @@ def merging_kernel(
     if number == (end - 1) // PIECE - begin // PIECE:
         merge_pieces(
             partial_sums, partial_states, sinks, out, num_kv_heads, num_splits, kv_head, first_query, num_rows,
-            first_pair, begin, end, VALUE_DIM, GROUP, BLOCK_V, PIECE, BLOCK_M, SINKS, ".cg",
+            first_pair, begin, end, VALUE_DIM, GROUP, BLOCK_V, PIECE, BLOCK_M, SINKS, 1, ".cg",
         )  # fmt: skip
         tl.store(counters + tl.program_id(0), 0)

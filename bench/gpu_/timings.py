@@ -54,6 +54,8 @@ class Sizes:
         copy_bytes: bytes that a copy reads, and writes, to measure the bandwidth.
         declared: whether to time the ops' own benchmarks.
         batch_sizes, contexts: sizes of the attention of a verification.
+        prompts: tokens of a prompt whose attention is timed.
+        page_sizes: positions per page, of each of these.
         rows: rows per sequence, K + 1.
         layer: heads, KV heads and head size.
 
@@ -63,12 +65,23 @@ class Sizes:
     declared: bool
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]
+    prompts: tuple[int, ...]
+    page_sizes: tuple[int, ...]
     rows: int
     layer: dict[str, int]
 
 
-FULL = Sizes(1 << 30, True, (8, 32), (1024, 4096, 16384), 6, {"heads": 32, "kv_heads": 8, "head_dim": 128})
-SMOKE = Sizes(1 << 20, False, (2,), (40,), 3, {"heads": 4, "kv_heads": 2, "head_dim": 16})
+FULL = Sizes(
+    copy_bytes=1 << 30,
+    declared=True,
+    batch_sizes=(8, 32),
+    contexts=(1024, 4096, 16384),
+    prompts=(512, 2048, 4096),
+    page_sizes=(16, 64),
+    rows=6,
+    layer={"heads": 32, "kv_heads": 8, "head_dim": 128},
+)
+SMOKE = Sizes(1 << 20, False, (2,), (40,), (40,), (16,), 3, {"heads": 4, "kv_heads": 2, "head_dim": 16})
 
 
 @dataclass(frozen=True)
@@ -105,11 +118,11 @@ def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
 
 def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
     """Yield attention as in serving, then the ops' own benchmarks: in bf16, and in fp32 if they are not exact."""
-    for batch_size in sizes.batch_sizes:
-        for context in sizes.contexts:
-            shape = AttentionShape((context,) * batch_size, (sizes.rows,) * batch_size, **sizes.layer)
+    for name, contexts, rows in _attention_sizes(sizes):
+        for page_size in sizes.page_sizes:
+            shape = AttentionShape(contexts, rows, page_size=page_size, **sizes.layer)
             make = partial(shape.make, torch.bfloat16, device, SEED)
-            yield Subject(all_ops()["paged_attention"], f"verify_{batch_size}x{context}", torch.bfloat16, make)
+            yield Subject(all_ops()["paged_attention"], f"{name}_page{page_size}", torch.bfloat16, make)
     for op in all_ops().values() if sizes.declared else ():
         if op.name in HAS_PART:
             continue
@@ -128,6 +141,15 @@ def _layer(num_rows: int, in_features: int, out_features: int, device: torch.dev
     generator = torch.Generator(device).manual_seed(SEED)
     draw = partial(torch.randn, generator=generator, dtype=torch.bfloat16, device=device)
     return {"rows": draw(num_rows, in_features), "weight": draw(out_features, in_features) / in_features**0.5}
+
+
+def _attention_sizes(sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Yield names, contexts and rows of verifications and of whole prompts."""
+    for batch_size in sizes.batch_sizes:
+        for context in sizes.contexts:
+            yield f"verify_{batch_size}x{context}", (context,) * batch_size, (sizes.rows,) * batch_size
+    for tokens in sizes.prompts:
+        yield f"prompt_{tokens}", (tokens,), (tokens,)
 
 
 def _time_all(subject: Subject, device: torch.device, bandwidth: float, progress: Progress) -> None:

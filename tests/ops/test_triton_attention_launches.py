@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 
 def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
-    wide = make(PagedShape((40, 9, 3), (6, 1, 3)), torch.float16)
+    wide = make(PagedShape((40, 9, 3), (6, 1, 3), sliding_window=30), torch.float16)
     sliding = make(PagedShape((700,), (33,), sliding_window=5), torch.float16)
     with launches(monkeypatch) as noted:
         for args in (wide, sliding):
