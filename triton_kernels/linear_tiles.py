@@ -79,7 +79,7 @@ def launch_of(
         block_in = 32
         num_warps = 8 if block_out * block_rows > 1024 else 4
     elif num_rows <= 64 or alignment == 1:
-        block_out = _height(num_outputs * num_pieces, block_rows)
+        block_out = _height(num_outputs * num_pieces)
         block_in = 256 if block_out == 16 == block_rows and alignment > 1 else 128
     else:
         most_block_rows = most_block_rows if num_pieces == 1 else 128  # pieces need registers for two sums
@@ -114,15 +114,11 @@ def is_split(launch: Launch, sizes: Sequence[int], num_rows: int) -> bool:
     return tile["PIECE"] < tile["IN_FEATURES"] and num_rows <= _MOST_SPLIT_ROWS and programs < _ENOUGH_PROGRAMS
 
 
-def _height(num_outputs: int, block_rows: int) -> int:
-    """Return the outputs of a tile: as many as leave enough programs.
-
-    Each program reads all rows, so with more than 16 of them fewer programs must be enough.
-    """
+def _height(num_outputs: int) -> int:
+    """Return the outputs of a tile: as many as leave enough programs, each of which reads all rows."""
     if not CHOICES.has_low_tiles:
         return 64
-    enough = _ENOUGH_PROGRAMS if block_rows == 16 else _ENOUGH_PROGRAMS // 2
-    return next((height for height in (64, 32) if num_outputs >= height * enough), 16)
+    return next((height for height in (64, 32) if num_outputs >= height * _ENOUGH_PROGRAMS // 2), 16)
 
 
 def _many_rows(sizes: Sequence[int], num_rows: int, most_block_rows: int) -> tuple[int, int, int]:
