@@ -85,5 +85,5 @@ def test_sums_over_a_tile_have_one_order(compiler):
         layouts = chain
         assert len(layouts) == 8, "a maximum, a sum and two products, of tiles that all rows see and of others"
         assert len(set(layouts[:4])) == 1
-        assert "warpsalongrows" in layouts[0], "no row is divided among warps"
+        assert target != "sm_90" or "warpsalongrows" in layouts[0], "there no row is divided among warps"
         assert layouts[4:6] == layouts[6:]
