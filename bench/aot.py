@@ -82,6 +82,8 @@ class Resources:
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:
     """Compile a variant as Triton's just-in-time compiler would for a launch."""
+    if variant.elsewhere is not None and target != TARGETS["sm_90"]:
+        variant = variant.elsewhere
     arguments = variant.kernel.arg_names
     source = ASTSource(
         fn=variant.kernel,

@@ -87,7 +87,8 @@ def _pages_of(
 ):  # fmt: skip
     """Return the slot of a tile's first entry if the tile lies in one page (WHOLE), else [BLOCK_N] slots."""
     if WHOLE:
-        slot = tl.load(pages + tile // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + tile % PAGE_SIZE
+        page = tl.load(pages + tile // PAGE_SIZE, mask=tile < end, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + tile % PAGE_SIZE
     else:
         position = tile + tl.arange(0, BLOCK_N)
         slot = slots_of(position, position < end, path, prefix) if ON_PATH else position
@@ -119,8 +120,7 @@ def _fold(
     value_dims = tl.arange(0, BLOCK_V)
     if not PARTIAL:
         # Pages are read a tile ahead, so that loads of entries need not wait for them.
-        first = tl.maximum(tl.minimum(start, stop - BLOCK_N), 0)  # of no tile if there is none
-        coming = _pages_of(first, stop, pages, path, prefix, PAGE_SIZE, BLOCK_N, ON_PATH, WHOLE)
+        coming = _pages_of(start, stop, pages, path, prefix, PAGE_SIZE, BLOCK_N, ON_PATH, WHOLE)
     for tile in tl.range(start, stop, BLOCK_N, num_stages=1 if PARTIAL else None, disable_licm=True):
         inside = tile + tl.arange(0, BLOCK_N) < end
         if not PARTIAL:

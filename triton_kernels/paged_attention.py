@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from specdec_fast.triton_kernels.attention_merging import merging_kernel
 from specdec_fast.triton_kernels.attention_tile import BATCH_NUMBERS, merge_pieces, state_of_tile, store_tile, tile_of
 from specdec_fast.triton_kernels.attention_tile import UNSPECIALISED as _UNSPECIALISED
 from specdec_fast.triton_kernels.attention_tree import path_variants, paths_of
+from specdec_fast.triton_kernels.device import properties
 from specdec_fast.triton_kernels.overlap import overlaps, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
@@ -121,22 +123,39 @@ def _merge_kernel(
     )  # fmt: skip
 
 
-def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int, *, is_tall: bool = False) -> Launch:
+def _has_warp_groups() -> bool:
+    """Return whether the device multiplies tiles of 64 rows at once, as Hopper alone does; so does the interpreter."""
+    device = properties()
+    return device is None or (torch.version.hip is None and device.major == 9)
+
+
+def launch_config(
+    dtype: torch.dtype, head_dim: int, value_dim: int, group: int, *, is_tall: bool = False, has_groups: bool = True
+) -> Launch:
     """Choose tiles and warps, for splits of a context or for tall tiles of prompts.
 
-    The length of a tile of KV and the layout of a row within a warp define the row's bits, so they depend on the layer
-    alone. Every warp has 16 rows of a tile of 16-bit numbers; twice as many rows get twice as many warps.
+    The length of a tile of KV and the layout of a row within warps define the row's bits, so they depend on the layer
+    and the device alone. On Hopper (``has_groups``) each warp has 16 rows of a tile of 16-bit numbers, and each row
+    lies in four threads of one warp, in tiles of 64 rows and of 128; ``test_sums_over_a_tile_have_one_order`` looks at
+    these layouts. Elsewhere the compiler divides rows among warps, differently for other heights, so there is one
+    height.
     """
     block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    larger = max(block_d, block_v)
     if dtype == torch.float32:
         block_m = 32 if block_v <= 64 else 16
         block_n = 16
         num_warps = 4 if block_v <= 128 else 8
         num_stages = 2
-    else:
+    elif has_groups:
         block_m = 128 if is_tall and block_v <= 128 else 64
-        block_n = 64 if max(block_d, block_v) <= 128 else 32
+        block_n = 64 if larger <= 128 else 32
         num_warps = block_m // 16 if block_v <= 128 else 8
+        num_stages = 3
+    else:
+        block_m = 32
+        block_n = 64 if larger <= 64 else 32
+        num_warps = 4 if larger <= 128 else 8
         num_stages = 3
     constexprs = {
         "HEAD_DIM": head_dim,
@@ -222,9 +241,10 @@ def attend(
         "CHUNKED": params.attention_chunk is not None,
         "SINKS": params.sinks is not None,
     }
-    launch = launch_config(query.dtype, head_dim, value_dim, group)
+    has_groups = _has_warp_groups()
+    launch = launch_config(query.dtype, head_dim, value_dim, group, has_groups=has_groups)
     num_pieces = num_pieces_of(batch, window, triton.cdiv(launch.constexprs["BLOCK_M"], group) + 1)
-    tall = launch_config(query.dtype, head_dim, value_dim, group, is_tall=True)
+    tall = launch_config(query.dtype, head_dim, value_dim, group, is_tall=True, has_groups=has_groups)
     num_full = columns * (batch.max_seqlen_q * group // tall.constexprs["BLOCK_M"])
     fits = num_pieces == 1 or 4 * out.numel() * num_pieces <= _LARGEST_BUFFER
     enough = _ENOUGH_PROGRAMS if batch.tree_mask is None else 8 * _ENOUGH_PROGRAMS  # tall tiles of trees are slower
@@ -309,20 +329,35 @@ def variants() -> Iterator[Variant]:
         types |= dict.fromkeys(partials, "*fp32")
         merging = {name: kind for name, kind in types.items() if name in _merge_kernel.arg_names}
         for head_dim, value_dim, group, page_size, flags in _USUAL:
-            launch = _with(launch_config(dtype, head_dim, value_dim, group), **(_NO_FLAGS | flags))
             dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}_{value_dim}"
             page = ("page64",) if page_size == 64 else ()
             name = "_".join((kind, f"dim{dims}", f"group{group}", *page, *(flag.lower() for flag in flags)))
-            paged = _with(launch, PAGE_SIZE=page_size)
+            constants = _NO_FLAGS | flags | {"PAGE_SIZE": page_size}
             divisible = (*pointers, *partials)
-            yield paged.variant(name, _attention_kernel, types, divisible)
-            tall = launch_config(dtype, head_dim, value_dim, group, is_tall=True)
-            tall = _with(tall, **(_NO_FLAGS | flags), PAGE_SIZE=page_size)
-            yield tall.variant(f"{name}_tall", _attention_kernel, types, divisible)
+
+            def compiled(
+                suffix: str = "",
+                kernel: Any = _attention_kernel,
+                types: dict[str, str] = types,
+                divisible: tuple[str, ...] = divisible,
+                is_tall: bool = False,
+                sizes: tuple[Any, ...] = (dtype, head_dim, value_dim, group),
+                constants: dict[str, int] = constants,
+                name: str = name,
+            ) -> Variant:
+                """Return the compilation for Hopper, and with it the one for other devices."""
+                here, elsewhere = (
+                    _with(launch_config(*sizes, is_tall=is_tall, has_groups=has_groups), **constants)
+                    for has_groups in (True, False)
+                )
+                other = elsewhere.variant(f"{name}{suffix}", kernel, types, divisible)
+                return replace(here.variant(f"{name}{suffix}", kernel, types, divisible), elsewhere=other)
+
+            yield compiled()
+            yield compiled("_tall", is_tall=True)
             if kind != "fp32" and flags.keys() - {"TREE"} == {"SINKS"}:  # a model may keep sinks in fp32
-                yield paged.variant(f"{name}_fp32", _attention_kernel, types | {"sinks": "*fp32"}, divisible)
+                yield compiled("_fp32", types=types | {"sinks": "*fp32"})
             if name.removeprefix(f"{kind}_") in ("dim128_group4", "dim128_group4_tree", "dim64_group8_sinks"):
+                launch = _with(launch_config(dtype, head_dim, value_dim, group), **constants)
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))
-                at_once = types | {"counters": "*i32"}
-                aligned = (*divisible, "counters")
-                yield paged.variant(f"{name}_merging", merging_kernel, at_once, aligned)
+                yield compiled("_merging", merging_kernel, types | {"counters": "*i32"}, (*divisible, "counters"))
