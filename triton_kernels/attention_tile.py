@@ -311,16 +311,16 @@ def store_tile(
 @triton.jit
 def _piece_at(
     partial_sums, partial_states, at, piece, num_pieces, inside,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, CACHE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Load the state of a piece of some pairs, or an empty one behind the last piece."""
     dims = tl.arange(0, BLOCK_V)
     mask = tl.where(inside, num_pieces, 0) > piece
     at += piece
     sums_at = partial_sums + (at * VALUE_DIM)[:, None] + dims[None, :]
-    sums = tl.load(sums_at, mask=mask[:, None] & (dims < VALUE_DIM)[None, :], other=0.0, cache_modifier=CACHE)
-    maximum = tl.load(partial_states + at * 2, mask=mask, other=float("-inf"), cache_modifier=CACHE)
-    total = tl.load(partial_states + at * 2 + 1, mask=mask, other=0.0, cache_modifier=CACHE)
+    sums = tl.load(sums_at, mask=mask[:, None] & (dims < VALUE_DIM)[None, :], other=0.0)
+    maximum = tl.load(partial_states + at * 2, mask=mask, other=float("-inf"))
+    total = tl.load(partial_states + at * 2 + 1, mask=mask, other=0.0)
     return sums, maximum, total
 
 
@@ -329,7 +329,7 @@ def merge_pieces(
     partial_sums, partial_states, sinks, out, num_kv_heads, num_splits,  # as in the kernel
     kv_head, first_query, num_rows, first_pair, begin, end,
     VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr, PAIRS: tl.constexpr,
-    SINKS: tl.constexpr, AHEAD: tl.constexpr, CACHE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the states of all pieces of some pairs, in their order, and write the result."""
     pair = first_pair + tl.arange(0, PAIRS)
@@ -341,18 +341,16 @@ def merge_pieces(
     sums, maximum, total = empty_state(PAIRS, BLOCK_V)
     num_pieces = (end - 1) // PIECE - begin // PIECE + 1
     at = out_at * num_splits
-    for first in range(0, num_pieces, AHEAD):
-        # All loads of some pieces are issued before the first one is merged. Beyond the last piece, empty states are
+    for first in range(0, num_pieces, 4):
+        # All loads of four pieces are issued before the first one is merged. Beyond the last piece, empty states are
         # merged, which changes no bit: sums are multiplied by 1, and 0 is added.
-        some = _piece_at(partial_sums, partial_states, at, first, num_pieces, inside, VALUE_DIM, BLOCK_V, CACHE)
-        if AHEAD == 4:
-            more = _piece_at(partial_sums, partial_states, at, first + 1, num_pieces, inside, VALUE_DIM, BLOCK_V, CACHE)
-            rest = _piece_at(partial_sums, partial_states, at, first + 2, num_pieces, inside, VALUE_DIM, BLOCK_V, CACHE)
-            last = _piece_at(partial_sums, partial_states, at, first + 3, num_pieces, inside, VALUE_DIM, BLOCK_V, CACHE)
+        some = _piece_at(partial_sums, partial_states, at, first, num_pieces, inside, VALUE_DIM, BLOCK_V)
+        more = _piece_at(partial_sums, partial_states, at, first + 1, num_pieces, inside, VALUE_DIM, BLOCK_V)
+        rest = _piece_at(partial_sums, partial_states, at, first + 2, num_pieces, inside, VALUE_DIM, BLOCK_V)
+        last = _piece_at(partial_sums, partial_states, at, first + 3, num_pieces, inside, VALUE_DIM, BLOCK_V)
         sums, maximum, total = merge(sums, maximum, total, some[0], some[1], some[2])
-        if AHEAD == 4:
-            sums, maximum, total = merge(sums, maximum, total, more[0], more[1], more[2])
-            sums, maximum, total = merge(sums, maximum, total, rest[0], rest[1], rest[2])
-            sums, maximum, total = merge(sums, maximum, total, last[0], last[1], last[2])
+        sums, maximum, total = merge(sums, maximum, total, more[0], more[1], more[2])
+        sums, maximum, total = merge(sums, maximum, total, rest[0], rest[1], rest[2])
+        sums, maximum, total = merge(sums, maximum, total, last[0], last[1], last[2])
     result = result_of(sums, maximum, total, sinks, head, SINKS).to(out.dtype.element_ty)
     tl.store(out + (out_at * VALUE_DIM)[:, None] + dims[None, :], result, mask=mask)

@@ -7,10 +7,11 @@ and piece.
 Grid: (sequences x tiles x KV heads, pieces of the context or 1); and if split (sequences x groups of pairs x KV heads).
 
 A row's bits depend on its own context alone. Tiles of KV begin at absolute positions. A piece is a fixed number of
-positions; its softmax begins empty, and the pieces are merged in order. If there are enough tiles to fill the device,
-one program computes and merges all pieces of a tile. Otherwise each piece gets a program of its own, and a second
-kernel merges them from a buffer. Neither that choice nor the number of rows in a tile changes a bit: the compiled
-kernel is the same, and no argument of the batch is specialised.
+positions; its softmax begins empty, and the pieces are merged in order. In decoding and verification each piece has a
+program of its own, and a second kernel merges them from a buffer. If there are enough tiles of prompts to fill the
+device, they are twice as tall, and one program computes and merges all pieces of a tile. Neither that choice nor the
+number of rows in a tile changes a bit: a row lies in one warp's registers in both forms, which add up in the same order
+(``make gpu-check`` compares them), and no argument of the batch is specialised.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.triton_kernels.attention_merging import merging_kernel
 from specdec_fast.triton_kernels.attention_tile import BATCH_NUMBERS, merge_pieces, state_of_tile, store_tile, tile_of
 from specdec_fast.triton_kernels.attention_tile import UNSPECIALISED as _UNSPECIALISED
 from specdec_fast.triton_kernels.attention_tree import path_variants, paths_of
@@ -37,7 +37,6 @@ PIECE = 512  # positions; it defines a row's bits, as the sizes of tiles do
 _MERGED_PAIRS = 8  # per program of the second kernel; divides every BLOCK_M
 _NO_WINDOW = 1 << 30  # more positions than any context has, and far from the limits of int32
 _ENOUGH_PROGRAMS = 256  # tall tiles, about two per multiprocessor of a large device
-NUM_COUNTERS = 512
 _LARGEST_BUFFER = 1 << 28  # bytes of partial results, so that int32 can index them
 _LOG2_E = 1.4426950408889634
 
@@ -119,7 +118,7 @@ def _merge_kernel(
         return
     merge_pieces(
         partial_sums, partial_states, sinks, out, num_kv_heads, num_splits, kv_head, first_query, num_rows, first_pair,
-        begin, end, VALUE_DIM, GROUP, BLOCK_V, PIECE, PAIRS, SINKS, 4, "",
+        begin, end, VALUE_DIM, GROUP, BLOCK_V, PIECE, PAIRS, SINKS,
     )  # fmt: skip
 
 
@@ -215,17 +214,6 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
 
     A row of a tree is folded over the positions of its own path, so it has the bits of that row in the path's chain.
     """
-    return attend(query, kv, batch, params, None)
-
-
-def attend(
-    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams, counters: Tensor | None
-) -> Tensor:
-    """Compute ``paged_attention``, in one launch if there are counters.
-
-    These are ``[NUM_COUNTERS]`` int32, zeros, and zeros again afterwards. No two launches that may run at once may have
-    the same.
-    """
     (num_rows, num_heads, head_dim) = query.shape
     (num_kv_heads, value_dim) = kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
@@ -282,9 +270,6 @@ def attend(
     )
     grid = (columns * max_tiles, max(1, num_splits))
     options = _with(launch, PAGE_SIZE=kv[0].shape[1]).options
-    if num_splits and counters is not None and grid[0] <= len(counters):
-        merging_kernel[grid](*arguments, counters, **options)
-        return out
     _attention_kernel[grid](*arguments, **options)
     if num_splits:
         sizes = (num_kv_heads, triton.cdiv(batch.max_seqlen_q * group, _MERGED_PAIRS), num_splits, window)
@@ -337,7 +322,6 @@ def variants() -> Iterator[Variant]:
 
             def compiled(
                 suffix: str = "",
-                kernel: Any = _attention_kernel,
                 types: dict[str, str] = types,
                 divisible: tuple[str, ...] = divisible,
                 is_tall: bool = False,
@@ -350,8 +334,8 @@ def variants() -> Iterator[Variant]:
                     _with(launch_config(*sizes, is_tall=is_tall, has_groups=has_groups), **constants)
                     for has_groups in (True, False)
                 )
-                other = elsewhere.variant(f"{name}{suffix}", kernel, types, divisible)
-                return replace(here.variant(f"{name}{suffix}", kernel, types, divisible), elsewhere=other)
+                other = elsewhere.variant(f"{name}{suffix}", _attention_kernel, types, divisible)
+                return replace(here.variant(f"{name}{suffix}", _attention_kernel, types, divisible), elsewhere=other)
 
             yield compiled()
             yield compiled("_tall", is_tall=True)
@@ -360,4 +344,3 @@ def variants() -> Iterator[Variant]:
             if name.removeprefix(f"{kind}_") in ("dim128_group4", "dim128_group4_tree", "dim64_group8_sinks"):
                 launch = _with(launch_config(dtype, head_dim, value_dim, group), **constants)
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))
-                yield compiled("_merging", merging_kernel, types | {"counters": "*i32"}, (*divisible, "counters"))

@@ -1,6 +1,6 @@
 """Task "variants" of ``bench.gpu``: other choices of launches beside the defaults, in the graph of a whole forward.
 
-The forwards are a draft forward, one row per sequence, and a verification, at the shapes of ``gpu_decoding``. All
+The forwards are a draft forward, one row per sequence, and verifications, at the shapes of ``gpu_decoding``. All
 variants of a forward are timed in turn. There are two gates. Logits, keys and values must be the bits of the defaults,
 also after many replays. And whatever is chosen, a row of ``linear`` must have the same bits among any number of rows.
 In Triton's interpreter nothing is timed. Elsewhere a CPU cannot run the kernels.
@@ -45,8 +45,8 @@ VARIANTS: dict[str, dict[str, int]] = {
     "tiles of 64 outputs": {"has_low_tiles": False},
     "3 stages": {"most_stages": 3},
     "4 stages": {"most_stages": 4},
-    "prefetch 1024": {"prefetched": 1024},
-    "narrow tiles for many rows": {"has_wide_tiles": False},
+    "no descriptors": {"has_descriptors": False},
+    "two tiles for many rows": {"has_large_tiles": False},
 }
 
 
@@ -61,10 +61,12 @@ def run(settings: Settings, progress: Progress) -> None:
     for in_features, out_features in _TINY_SHAPES if settings.smoke else _SHAPES:
         check = partial(_check_rows, in_features, out_features, dtype, device, progress)
         progress.attempt(f"rows of linear {in_features}x{out_features}", check)
-    batch_size = 1 if settings.smoke else 8
-    for what, shape, count in (
-        ("draft forward", sizes.draft, 1),
-        ("verification", sizes.target, sizes.num_draft_tokens + 1),
+    few, many = (1, 1) if settings.smoke else (8, 32)
+    verified = sizes.num_draft_tokens + 1
+    for what, shape, batch_size, count in (
+        ("draft forward", sizes.draft, few, 1),
+        ("verification", sizes.target, few, verified),
+        ("large verification", sizes.target, many, verified),
     ):
         compare = partial(_compare, what, shape, (batch_size, count), sizes, device, progress)
         progress.attempt(f"variants of a {what}", compare)

@@ -20,6 +20,7 @@ from support.programs import needs_programs
 
 pytestmark = [needs_programs, pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu")]
 OTHER = "3 stages"
+VERIFICATIONS = (("verification", 4), ("large verification", 4))
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def test_equal_bits_are_green():
     found = compared()
     assert not found["failures"]
     assert {(row["what"], row["variant"], row["rows"]) for row in found["rows"]} == {
-        (what, name, rows) for what, rows in (("draft forward", 1), ("verification", 4)) for name in variants.VARIANTS
+        (what, name, rows) for what, rows in (("draft forward", 1), *VERIFICATIONS) for name in variants.VARIANTS
     }
     for row in found["rows"]:
         assert row["equal_bits"] == {"first": True, "replayed": True}
@@ -62,7 +63,10 @@ def test_other_bits_are_red(monkeypatch):
     failures = [(failure["what"], failure["why"].split(":")[0]) for failure in compared()["failures"]]
     assert failures == [
         *(("rows of linear 2048x48", name) for name in (variants.DEFAULT, OTHER)),
-        *((f"{what}: {OTHER}", "other logits, keys or values") for what in ("draft forward", "verification")),
+        *(
+            (f"{what}: {OTHER}", "other logits, keys or values")
+            for what in ("draft forward", "verification", "large verification")
+        ),
     ]
 
 

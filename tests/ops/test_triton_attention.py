@@ -57,30 +57,6 @@ def split_and_not(shape: PagedShape, dtype: torch.dtype, monkeypatch: pytest.Mon
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("shape", grid(PIECES, keep=["page64"]))
-@pytest.mark.parametrize("dtype", grid(DTYPES, keep=["fp16"]))
-def test_pieces_that_the_last_program_merges_have_the_same_bits(shape, dtype, small_pieces, monkeypatch):
-    """Counters are zeros again afterwards, so the next launch finds them as the first one did."""
-    expected, _ = split_and_not(shape, dtype, monkeypatch)
-    monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", SPLIT)
-    counters, args = torch.zeros(module.NUM_COUNTERS, dtype=torch.int32), make(shape, dtype)
-    for _ in range(2):
-        with launches(monkeypatch) as noted:
-            assert torch.equal(module.attend(**args, counters=counters), expected)
-        assert [name for name, _, _ in noted] == ["merging_kernel"]
-        assert not counters.any()
-    counters += 1
-    assert not torch.equal(module.attend(**args, counters=counters), expected), "another count merges too early"
-
-
-def test_without_enough_counters_there_are_two_launches(monkeypatch):
-    monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", SPLIT)
-    args = make(PagedShape((1100, 600), (2, 1), head_dim=16), torch.float16)
-    with launches(monkeypatch) as noted:
-        module.attend(**args, counters=torch.zeros(1, dtype=torch.int32))
-    assert [name for name, _, _ in noted] == ["_attention_kernel", "_merge_kernel"]
-
-
 @pytest.mark.parametrize("shape", grid(PIECES, keep=["tree", "page64_window"]))
 @pytest.mark.parametrize("dtype", grid(DTYPES, keep=["fp16"]))
 def test_split_or_not_has_the_same_bits(shape, dtype, small_pieces, monkeypatch):

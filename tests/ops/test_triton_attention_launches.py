@@ -73,10 +73,9 @@ def test_sums_over_a_tile_have_one_order(compiler):
     """Whether a tile is partly hidden, in a tree or not, of 64 or 128 rows, the compiler adds up its weights in the
     same layout: every row's weights lie in the registers of four threads of one warp, and warps divide rows alone.
 
-    So it does if the program that is last to end merges the pieces. The interpreter cannot show that; the order of a
-    sum on a GPU is that of its layout.
+    The interpreter cannot show that; the order of a sum on a GPU is that of its layout.
     """
-    names = [f"fp16_dim128_group4{kind}" for kind in ("", "_tree", "_merging", "_tall", "_page64", "_page64_tall")]
+    names = [f"fp16_dim128_group4{kind}" for kind in ("", "_tree", "_tall", "_page64", "_page64_tall")]
     lines = [line.split() for line in compiler.run(LAYOUTS, "sm_80,sm_90", *names).splitlines()]
     assert len(lines) == 2 * len(names)
     for target in ("sm_80", "sm_90"):

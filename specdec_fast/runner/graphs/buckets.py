@@ -12,9 +12,11 @@ from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding
 from specdec_fast.kv_cache.forward_layout import HostLayout
 
 _SHORTEST_CONTEXT = 512  # positions of the smallest bucket: one piece of the attention kernel
-# Rows of the smallest and the largest bucket of prompts. On an H200 an 8B model computes 1,000 rows in the time in
-# which the host launches their kernels, and more rows than that would gain nothing.
-_FEWEST_PROMPT_ROWS, MOST_PROMPT_ROWS = 64, 512
+_FEWEST_PROMPT_ROWS = 64  # of the smallest bucket of prompts
+# Of the largest one. On an H200 an 8B model computes 1,000 rows in the time in which the host launches their kernels,
+# so graphs of more rows would gain nothing.
+MOST_PROMPT_ROWS = 1024
+_PROMPT_ROWS_MULTIPLE = 256  # of larger buckets; smaller ones are powers of two
 _MOST_PROMPTS = 8
 
 
@@ -121,12 +123,14 @@ class Limits:
     def prompt_bucket(self, size: BatchSize, page_size: int, row_padding: RowPadding) -> Bucket | None:
         """Return the smallest bucket for a prefill of few rows, or None.
 
-        Rows, sequences and pages are rounded up to powers of two. The rows that fill the bucket are one sequence.
+        Sequences, pages and few rows are rounded up to powers of two. The rows that fill the bucket are one sequence.
         """
         num_rows, batch_size, _, num_pages = size
         if not 0 < num_rows <= self.prompt_rows or batch_size > _MOST_PROMPTS:
             return None
         rows = max(_FEWEST_PROMPT_ROWS, 1 << (num_rows - 1).bit_length())
+        if num_rows > _PROMPT_ROWS_MULTIPLE:
+            rows = -(-num_rows // _PROMPT_ROWS_MULTIPLE) * _PROMPT_ROWS_MULTIPLE
         rows += row_padding.padding(rows)
         if rows > row_padding.largest:
             return None
