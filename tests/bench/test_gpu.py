@@ -189,7 +189,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
     assert result["rows"] == []
     first = {
         "kernels": "append_kv_ on cpp in float32",
-        "timings": "paged_attention verify_2x40 bfloat16",
+        "timings": "paged_attention verify_2x40_page16 bfloat16",
         "quantized": "quantized_linear int4_1 float16",
         "equivalence": "float32",
         "programs": "float32",
