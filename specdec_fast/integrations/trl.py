@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -166,25 +167,29 @@ def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
 def _decoding(model: Any) -> Iterator[None]:
     """Put a model that is being trained into the state in which it decodes, and back.
 
-    Its modules are in evaluation mode. What training adds around its forward is taken away, because a program computes
-    the forward alone: the hook by which gradient checkpointing asks the embeddings for gradients, and the forward in
-    which accelerate calls the model's own under ``torch.autocast``.
+    Its modules are in evaluation mode. What training adds around its forward is taken away, because an engine computes
+    the model's own: the hook by which gradient checkpointing asks the embeddings for gradients, accelerate's forward,
+    which calls another one under ``torch.autocast``, and TRL's, which computes losses in parts if it is asked to.
     """
     training = [module for module in model.modules() if module.training]
     hooks = [(module._forward_hooks, dict(module._forward_hooks)) for module in model.modules()]
-    around = vars(model).pop("forward", None) if "_original_forward" in vars(model) else None
+    replaced = {name: vars(model)[name] for name in ("forward",) if name in vars(model)}
     model.eval()
     try:
         for present, before in hooks:
             for number in [number for number, hook in before.items() if _asks_for_gradients(hook)]:
                 del present[number]
+        if replaced:
+            del model.forward
+            forward = _without_wrappers(replaced["forward"], model)
+            if getattr(forward, "__func__", forward) is not type(model).forward:
+                model.forward = forward
         yield
     finally:
         for present, before in hooks:
             present.clear()
             present.update(before)  # with the same numbers, by which their handles remove them
-        if around is not None:
-            model.forward = around
+        vars(model).update(replaced)
         for module in training:
             module.training = True
 
@@ -192,3 +197,12 @@ def _decoding(model: Any) -> Iterator[None]:
 def _asks_for_gradients(hook: Any) -> bool:
     """Return whether transformers has made the hook; its ``disable_input_require_grads`` removes the latest alone."""
     return getattr(hook, "__qualname__", "").startswith("PreTrainedModel.enable_input_require_grads.")
+
+
+def _without_wrappers(forward: Any, model: Any) -> Any:
+    """Return the forward that accelerate's and TRL's call: the model's own, unless the user has replaced it."""
+    forward = vars(model).get("_original_forward", forward)
+    function = getattr(forward, "__func__", forward)
+    if getattr(function, "__globals__", {}).get("__name__", "").startswith("trl."):
+        return inspect.getclosurevars(function).nonlocals.get("original_forward", forward)
+    return forward
