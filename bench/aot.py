@@ -36,7 +36,7 @@ from bench.aot_.machine_code import Figures, figures_of, worse
 from bench.common.report import names, write_json
 from specdec_fast.errors import ConfigError
 from specdec_fast.triton_kernels import kernel_modules, quantized_linear
-from specdec_fast.triton_kernels.overlap import order_of
+from specdec_fast.triton_kernels.overlap import FIRST_ARCH
 from specdec_fast.triton_kernels.variant import Variant
 
 TARGETS = {
@@ -82,6 +82,8 @@ class Resources:
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:
     """Compile a variant as Triton's just-in-time compiler would for a launch."""
+    if variant.elsewhere is not None and target != TARGETS["sm_90"]:
+        variant = variant.elsewhere
     arguments = variant.kernel.arg_names
     source = ASTSource(
         fn=variant.kernel,
@@ -104,9 +106,9 @@ def _constexprs(variant: Variant, target: GPUTarget) -> dict[str, Any]:
 
     Kernels overlap where the target can do it, as ``overlap.overlaps`` says.
     """
-    overlaps = order_of(target.arch) if target.backend == "cuda" else 0
+    overlaps = target.backend == "cuda" and target.arch >= FIRST_ARCH
     is_nvidia = target.backend == "cuda"
-    of_device = {"OVERLAPS": overlaps, "WARP_SIZE": target.warp_size, "HAS_PERMUTE": is_nvidia}
+    of_device = {"OVERLAPS": overlaps, "HAS_PERMUTE": is_nvidia}
     if not is_nvidia:
         of_device["STAGES"] = quantized_linear.STAGES_OF_AMD
     return variant.constexprs | {name: value for name, value in of_device.items() if name in variant.constexprs}

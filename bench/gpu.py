@@ -41,6 +41,7 @@ from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import programs as gpu_programs
 from bench.gpu_ import quantized as gpu_quantized
 from bench.gpu_ import timings as gpu_timings
+from bench.gpu_ import variants as gpu_variants
 from bench.gpu_.isolated_tasks import ROOT, Progress, Result, Settings, Task, inline, is_red, isolated, run_tasks
 from specdec_fast.commands.common import format_table
 from specdec_fast.ops import availability
@@ -51,6 +52,7 @@ TASKS = (
     Task("graphs", gpu_graphs.run, 2),
     Task("decoding", gpu_decoding.run, 5),
     Task("timings", gpu_timings.run, 4),
+    Task("variants", gpu_variants.run, 2),
     Task("quantized", gpu_quantized.run, 2),
     Task("kernels", gpu_kernels.run, 5, measures=False),
     Task("graph_gates", gpu_graphs.run_gates, 5, measures=False),
@@ -129,6 +131,7 @@ def print_tables(results: dict[str, Result]) -> None:
         ("quantized", _timing_lines, _TIMING_HEADER),
         ("graphs", _graph_lines, ("what", "batch", "us", "floor us", "of copy")),
         ("decoding", _decoding_lines, ("method", "batch", "drafter", "acceptance", *_DECODING_HEADER)),
+        ("variants", _variant_lines, ("what", "variant", "us", "over default", "equal bits")),
         ("drafters", _drafter_lines, ("what", "tokens/s", "length", "ms drafting/step", "graphs", "equal")),
     )
     for task, lines, header in tables:
@@ -175,6 +178,12 @@ def _drafter_lines(result: Result) -> Iterator[tuple[Any, ...]]:
         drafting = f"{1e3 * row['seconds_drafting'] / max(1, row['num_steps']):.2f}"
         speeds = (f"{row['tokens_per_second']:.1f}", f"{row['mean_acceptance_length']:.2f}", drafting)
         yield row["what"], *speeds, row["draft_graphs"], f"{row['equal']} of {row['outputs']}"
+
+
+def _variant_lines(result: Result) -> Iterator[tuple[Any, ...]]:
+    for row in (row for row in result.get("rows", []) if "microseconds" in row):
+        equal = "yes" if all(row["equal_bits"].values()) else "no"
+        yield row["what"], row["variant"], f"{row['microseconds']:.1f}", f"{row['speedup']:.3f}x", equal
 
 
 def _part_line(name: str, result: Result) -> tuple[Any, ...]:

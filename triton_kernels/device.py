@@ -24,10 +24,3 @@ def _has_device() -> bool:
 @cache
 def _properties(device: int) -> Any:
     return torch.cuda.get_device_properties(device)
-
-
-def warp_size() -> int:
-    """Return the threads of a warp of the current device; 32 if there is none."""
-    if torch.version.hip is None or not torch.cuda.is_available():
-        return 32
-    return int(_properties(torch.cuda.current_device()).warp_size)

@@ -6,7 +6,7 @@ computes, by the same functions, with rows that lie anywhere.
 
 Bytes: those of the weights of each expert that is chosen for a row, read from memory once: groups of one expert run
 next to each other, and all but the first find the tile's weights in the cache. Grid: (tiles of outputs x places where a
-group may begin), places fastest; a program of a place where none begins returns. No GPU has run it yet.
+group may begin), places fastest; a program of a place where none begins returns.
 
 A row's bits depend on that row and the weights of its expert alone, and are those that ``quantized_linear`` gives it:
 no order of sums depends on the tile, so neither on the other rows of its group nor on other experts. The kernel does

@@ -12,11 +12,13 @@ find them in the cache. (Where a row of weights is no multiple of 16 bytes, a pr
 outputs x groups of rows), groups of rows fastest.
 
 A row's bits depend on that row and the weights alone. One program adds up a whole sum, in the order of the features,
-and rounds once; no sum is split between programs. The number of rows determines the tiles, and so the instruction that
-multiplies them. Ampere has one instruction for all tiles, and AMD devices get one. On Hopper several do, and they give
-the same bits: ``make gpu-check`` compares them, and an engine compares the logits of its model when it is made. fp32
-is multiplied without tensor cores: a program adds up ``BLOCK_IN`` products, and then adds the sums. No argument of the
-rows is specialised.
+and rounds once; no sum is split between programs. The number of rows and of outputs determines the tiles
+(``linear_tiles``), and so the instruction that multiplies them. Ampere has one instruction for all tiles, and AMD
+devices get one. On Hopper several do, and they give the same bits: ``make gpu-check`` compares them, and an engine
+compares the logits of its model when it is made. fp32 is multiplied without tensor cores: a program adds up
+``BLOCK_IN`` products, and then adds the sums. No argument of the rows is specialised.
+
+On Hopper another kernel, ``linear_descriptors``, computes the same sums of many rows where it is faster.
 
 On Hopper and later, a program asks for its first weights while the kernel before it still runs: see ``overlap``.
 """
@@ -32,20 +34,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_fast.triton_kernels.device import warp_size
+from specdec_fast.triton_kernels.linear_descriptors import multiply
 from specdec_fast.triton_kernels.linear_parts import matrix_of, with_products
-from specdec_fast.triton_kernels.linear_tiles import chosen, is_split, launch_of, pieces_of
+from specdec_fast.triton_kernels.linear_tiles import are_faster_alone, described_launch, launch_of
 from specdec_fast.triton_kernels.overlap import prefetch_rows, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 T = TypeVar("T")
 MAX_WEIGHTS = 3  # matrices of one launch
-_ADDED = 512  # outputs of a program that adds pieces
-_UNSPECIALISED = (
-    "num_rows",
-    "stride_rows_row",
-    "stride_out_piece",
-)  # specialised by them, other rows would get another kernel
+_PREFETCHED = tl.constexpr(256)  # numbers of each row of weights for which a program asks before it waits
+_UNSPECIALISED = ("num_rows", "stride_rows_row")  # specialised by them, other rows would get another kernel
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -53,10 +51,9 @@ def _linear_kernel(
     rows,  # [T, IN_FEATURES], the last axis contiguous
     weight_0, weight_1, weight_2,  # [out_features_i, IN_FEATURES], contiguous; the first NUM_WEIGHTS are read
     bias_0, bias_1, bias_2,  # [out_features_i]; read if HAS_BIAS
-    out,  # [T, out_features_0], then [T, out_features_1] and so on, contiguous; if SPLITS, for each piece, in fp32
+    out,  # [T, out_features_0], then [T, out_features_1] and so on, contiguous
     num_rows,
     stride_rows_row,
-    stride_out_piece,
     out_features_0, out_features_1, out_features_2,
     IN_FEATURES: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
@@ -65,9 +62,6 @@ def _linear_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PIECE: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -76,88 +70,26 @@ def _linear_kernel(
         (out_features_0, out_features_1, out_features_2), num_rows.to(tl.int64), NUM_WEIGHTS, BLOCK_OUT,
     )  # fmt: skip
     output = tile.to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [BLOCK_OUT]
-    first_piece = 0
-    if SPLITS:
-        first_piece = tl.program_id(1)
-        out += first_piece.to(tl.int64) * stride_out_piece
     weight_at = weight + (output * IN_FEATURES)[:, None]
     weight_mask = (output < out_features)[:, None]
     if OVERLAPS:
-        prefetch_rows(weight, output, out_features, IN_FEATURES, PREFETCHED, first_piece * PIECE)
+        prefetch_rows(weight, output, out_features, IN_FEATURES, _PREFETCHED)
     wait(OVERLAPS)
     row = (tl.program_id(0) % groups).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_at = rows + tl.multiple_of(row * stride_rows_row, ALIGNMENT)[:, None]
     row_mask = (row < num_rows)[:, None]
-    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    PIECES: tl.constexpr = 1 if SPLITS else (IN_FEATURES + PIECE - 1) // PIECE
-    for piece in range(PIECES):
-        begin = (first_piece + piece) * PIECE
-        end = tl.minimum(begin + PIECE, IN_FEATURES)
-        sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        for first in range(begin, end, BLOCK_IN):
-            feature = first + tl.arange(0, BLOCK_IN)[None, :]  # [1, BLOCK_IN]
-            inside = (feature < IN_FEATURES) | (IN_FEATURES % BLOCK_IN == 0)
-            weights = tl.load(weight_at + feature, mask=weight_mask & inside, other=0.0)
-            inputs = tl.load(row_at + feature, mask=row_mask & inside, other=0.0)
-            sums = with_products(sums, weights, inputs)
-        total = sums if PIECES == 1 else total + sums
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for first in range(0, IN_FEATURES, BLOCK_IN):
+        feature = first + tl.arange(0, BLOCK_IN)[None, :]  # [1, BLOCK_IN]
+        inside = (feature < IN_FEATURES) | (IN_FEATURES % BLOCK_IN == 0)
+        weights = tl.load(weight_at + feature, mask=weight_mask & inside, other=0.0)
+        inputs = tl.load(row_at + feature, mask=row_mask & inside, other=0.0)
+        sums = with_products(sums, weights, inputs)
     if HAS_BIAS:
-        total += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]
+        sums += tl.load(bias + output, mask=output < out_features, other=0.0).to(tl.float32)[:, None]
     out_at = out + (row * out_features)[:, None] + output[None, :]
     mask = row_mask & (output < out_features)[None, :]
-    tl.store(out_at, total.to(out.dtype.element_ty).T, mask=mask)
-
-
-@triton.jit(do_not_specialize=("num_rows", "stride_partials_piece"))
-def _adding_kernel(
-    partials,  # [PIECES, ...], each piece as out, in fp32
-    bias_0, bias_1, bias_2,  # as above
-    out,
-    num_rows,
-    stride_partials_piece,
-    out_features_0, out_features_1, out_features_2,
-    PIECES: tl.constexpr,
-    NUM_WEIGHTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Add the pieces of the sums of a row and ``BLOCK`` outputs, in their order. Grid: (tiles of outputs, rows)."""
-    wait(OVERLAPS)
-    tile = tl.program_id(0)
-    biases = (bias_0, bias_1, bias_2)
-    sizes = (out_features_0, out_features_1, out_features_2)
-    count = num_rows.to(tl.int64)
-    _, bias, out, out_features, place = matrix_of(tile, biases, biases, out, sizes, count, NUM_WEIGHTS, BLOCK)
-    _, _, partials, _, _ = matrix_of(tile, biases, biases, partials, sizes, count, NUM_WEIGHTS, BLOCK)
-    output = place * BLOCK + tl.arange(0, BLOCK)
-    mask = output < out_features
-    at = tl.program_id(1).to(tl.int64) * out_features + output
-    total = tl.zeros([BLOCK], tl.float32)
-    for piece in tl.static_range(PIECES):
-        total += tl.load(partials + piece * stride_partials_piece.to(tl.int64) + at, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-
-
-def tiles_of(
-    dtype: torch.dtype, in_features: int, sizes: Sequence[int], num_rows: int, layers: Sequence[int]
-) -> Launch:
-    """Return the launch of another kernel that multiplies in the tiles of ``linears``, and adds its pieces itself.
-
-    ``sizes`` are the outputs of its matrices, and ``layers`` those of the linears that they are or are a part of.
-
-    Raises:
-        ValueError: the linears are not all of one number of pieces.
-
-    """
-    counts = {pieces_of(dtype, in_features, size) for size in layers}
-    if len(counts) > 1:
-        raise ValueError(f"linears with {layers} outputs of one kernel have {counts} pieces; choose num_pieces=1.")
-    launch = launch_of(dtype, in_features, sizes, num_rows, counts.pop())
-    constexprs = {name: value for name, value in launch.constexprs.items() if name != "IN_FEATURES"}
-    return replace(launch, constexprs={**constexprs, "WARP_SIZE": warp_size()})
+    tl.store(out_at, sums.to(out.dtype.element_ty).T, mask=mask)
 
 
 def aligned(rows: Tensor, alignment: int) -> Tensor:
@@ -166,17 +98,8 @@ def aligned(rows: Tensor, alignment: int) -> Tensor:
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _with(launch: Launch, num_weights: int, has_bias: bool, splits: bool = False) -> Launch:
-    added = {"NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias and not splits, "SPLITS": splits}
-    return replace(launch, constexprs={**launch.constexprs, **added})
-
-
-def _adding(launch: Launch, num_weights: int, has_bias: bool) -> Launch:
-    """Return the launch that adds the pieces of another one."""
-    tile = launch.constexprs
-    pieces = triton.cdiv(tile["IN_FEATURES"], tile["PIECE"])
-    constexprs = {"PIECES": pieces, "NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias, "BLOCK": _ADDED}
-    return Launch({**constexprs, "OVERLAPS": tile["OVERLAPS"]}, num_warps=4)
+def _with(launch: Launch, num_weights: int, has_bias: bool) -> Launch:
+    return replace(launch, constexprs={**launch.constexprs, "NUM_WEIGHTS": num_weights, "HAS_BIAS": has_bias})
 
 
 def _filled(given: Sequence[T]) -> list[T]:
@@ -185,12 +108,17 @@ def _filled(given: Sequence[T]) -> list[T]:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Launch the kernel; the contract is the oracle's."""
-    return linears(rows, [weight], None if bias is None else [bias])[0]
+    """Launch a kernel; the contract is the oracle's."""
+    launch = described_launch(rows.dtype, rows.shape[1], len(weight), len(rows))
+    if launch is None or weight.data_ptr() % 16 or len(weight) == 0:
+        return linears(rows, [weight], None if bias is None else [bias])[0]
+    return multiply(launch, aligned(rows, launch.constexprs["ALIGNMENT"]), weight, bias)
 
 
 def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Multiply the same rows with several matrices in one launch; each result has the bits that ``linear`` gives it.
+    """Multiply the same rows with several matrices, in one launch or, where that is faster, in a launch for each.
+
+    Each result has the bits that ``linear`` gives it.
 
     Args:
         rows: ``[T, in_features]``.
@@ -199,48 +127,29 @@ def linears(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | 
     """
     (num_rows, in_features) = rows.shape
     sizes = [len(weight) for weight in weights]
-    if len({pieces_of(rows.dtype, in_features, size) for size in sizes}) > 1:
+    if are_faster_alone(rows.dtype, in_features, sizes, num_rows):
         own = biases or [None] * len(weights)
         return [linear(rows, weight, bias) for weight, bias in zip(weights, own, strict=True)]
     out = torch.empty(num_rows * sum(sizes), dtype=rows.dtype, device=rows.device)
-    parts = out.split([num_rows * size for size in sizes])
-    outs = [part.view(num_rows, size) for part, size in zip(parts, sizes, strict=True)]
+    pieces = out.split([num_rows * size for size in sizes])
+    outs = [piece.view(num_rows, size) for piece, size in zip(pieces, sizes, strict=True)]
     if out.numel() == 0:
         return outs
-    launch = launch_of(rows.dtype, in_features, sizes, num_rows)
-    if not is_split(launch, sizes, num_rows):
-        _multiply(launch, rows, weights, biases, out)
-        return outs
-    adding = _adding(launch, len(weights), biases is not None)
-    partials = torch.empty(adding.constexprs["PIECES"], len(out), dtype=torch.float32, device=rows.device)
-    _multiply(launch, rows, weights, biases, partials)
-    grid = (sum(triton.cdiv(size, _ADDED) for size in sizes), num_rows)
-    arguments = (partials, *_filled(biases or weights), out, num_rows, len(out), *_filled(sizes))
-    _adding_kernel[grid](*arguments, **adding.options)
-    return outs
-
-
-def _multiply(
-    launch: Launch, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, out: Tensor
-) -> None:
-    """Launch the products; with ``out [pieces, N]``, pieces of them, else ``out [N]``."""
-    sizes = [len(weight) for weight in weights]
-    launch = _with(launch, len(weights), biases is not None, splits=out.dim() == 2)
+    launch = _with(launch_of(rows.dtype, in_features, sizes, num_rows), len(weights), biases is not None)
     blocks = launch.constexprs
     rows = aligned(rows, blocks["ALIGNMENT"])
     num_tiles = sum(triton.cdiv(size, blocks["BLOCK_OUT"]) for size in sizes)
-    num_programs = num_tiles * triton.cdiv(len(rows), blocks["BLOCK_ROWS"])
-    _linear_kernel[(num_programs, len(out)) if out.dim() == 2 else (num_programs,)](
+    _linear_kernel[(num_tiles * triton.cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
         rows,
         *_filled(weights),
         *_filled(biases or weights),
         out,
-        len(rows),
+        num_rows,
         rows.stride(0),
-        out.shape[-1],
         *_filled(sizes),
         **launch.options,
     )
+    return outs
 
 
 _POINTERS = ("rows", "weight_0", "weight_1", "weight_2", "bias_0", "bias_1", "bias_2", "out")
@@ -263,7 +172,7 @@ def variants() -> Iterator[Variant]:
     """Yield the compilations for each type: heights of tiles, numbers of blocks and of matrices, a tail, a bias."""
     for dtype, kind in TYPE_NAMES.items():
         signature = dict.fromkeys(_POINTERS, f"*{kind}")
-        signature |= dict.fromkeys((*_UNSPECIALISED, *_SIZES), "i32")
+        signature |= dict.fromkeys(("num_rows", "stride_rows_row", *_SIZES), "i32")
         for in_features, sizes, has_bias in _USUAL:
             aligned = (*_POINTERS, *_SIZES) if all(size % 16 == 0 for size in sizes) else _POINTERS
             name = f"{kind}_{in_features}x{'_'.join(map(str, sizes))}{'_bias' * has_bias}"
@@ -274,30 +183,10 @@ def variants() -> Iterator[Variant]:
                 yield launched.variant(f"{name}_{suffix}", _linear_kernel, signature, aligned)
         (launch,) = _launches(dtype, 67, (33,))
         yield _with(launch, 1, True).variant(f"{kind}_unaligned", _linear_kernel, signature, _POINTERS)
-        yield from _variants_of_pieces(dtype, kind, signature)
         launch = _with(launch, 1, True)  # Triton treats an integer that is 1 as a constant
         launch = replace(launch, constexprs={**launch.constexprs, **dict.fromkeys(_SIZES, 1)})
         one = {name: kind for name, kind in signature.items() if name not in _SIZES}
         yield launch.variant(f"{kind}_one_output_unaligned", _linear_kernel, one, _POINTERS)
-
-
-def _variants_of_pieces(dtype: torch.dtype, kind: str, signature: dict[str, str]) -> Iterator[Variant]:
-    """Yield the compilations for sums of several pieces, which are no default."""
-    with chosen(num_pieces=4):
-        if pieces_of(dtype, 2048, 1024) == 1:
-            return
-        for launch in _launches(dtype, 2048, (1024,)):
-            tile = launch.constexprs
-            name = f"{kind}_pieces_{tile['BLOCK_OUT']}x{tile['BLOCK_ROWS']}"
-            aligned = (*_POINTERS, *_SIZES)
-            yield _with(launch, 1, False).variant(name, _linear_kernel, signature, aligned)
-            if tile["BLOCK_ROWS"] <= 64:
-                partials = signature | {"out": "*fp32"}
-                yield _with(launch, 1, False, True).variant(f"{name}_split", _linear_kernel, partials, aligned)
-    names = [name for name in signature if name in _adding_kernel.arg_names]
-    adding = {name: signature[name] for name in names} | {"partials": "*fp32", "stride_partials_piece": "i32"}
-    divisible = tuple(name for name in adding if name not in ("num_rows", "stride_partials_piece"))
-    yield _adding(launch, 1, False).variant(f"{kind}_adding", _adding_kernel, adding, divisible)
 
 
 def _launches(dtype: torch.dtype, in_features: int, sizes: Sequence[int]) -> list[Launch]:

@@ -7,16 +7,18 @@ and piece.
 Grid: (sequences x tiles x KV heads, pieces of the context or 1); and if split (sequences x groups of pairs x KV heads).
 
 A row's bits depend on its own context alone. Tiles of KV begin at absolute positions. A piece is a fixed number of
-positions; its softmax begins empty, and the pieces are merged in order. If there are enough tiles to fill the device,
-one program computes and merges all pieces of a tile. Otherwise each piece gets a program of its own, and a second
-kernel merges them from a buffer. Neither that choice nor the number of rows in a tile changes a bit: the compiled
-kernel is the same, and no argument of the batch is specialised.
+positions; its softmax begins empty, and the pieces are merged in order. In decoding and verification each piece has a
+program of its own, and a second kernel merges them from a buffer. If there are enough tiles of prompts to fill the
+device, they are twice as tall, and one program computes and merges all pieces of a tile. Neither that choice nor the
+number of rows in a tile changes a bit: a row lies in one warp's registers in both forms, which add up in the same order
+(``make gpu-check`` compares them), and no argument of the batch is specialised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -24,17 +26,17 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import AttentionParams, PagedBatch
-from specdec_fast.triton_kernels.attention_merging import merging_kernel
 from specdec_fast.triton_kernels.attention_tile import BATCH_NUMBERS, merge_pieces, state_of_tile, store_tile, tile_of
 from specdec_fast.triton_kernels.attention_tile import UNSPECIALISED as _UNSPECIALISED
 from specdec_fast.triton_kernels.attention_tree import path_variants, paths_of
+from specdec_fast.triton_kernels.device import properties
 from specdec_fast.triton_kernels.overlap import overlaps, wait
 from specdec_fast.triton_kernels.variant import TYPE_NAMES, Launch, Variant
 
 PIECE = 512  # positions; it defines a row's bits, as the sizes of tiles do
 _MERGED_PAIRS = 8  # per program of the second kernel; divides every BLOCK_M
 _NO_WINDOW = 1 << 30  # more positions than any context has, and far from the limits of int32
-NUM_COUNTERS = _ENOUGH_PROGRAMS = 512  # about two per program that a large device runs at a time
+_ENOUGH_PROGRAMS = 256  # tall tiles, about two per multiprocessor of a large device
 _LARGEST_BUFFER = 1 << 28  # bytes of partial results, so that int32 can index them
 _LOG2_E = 1.4426950408889634
 
@@ -58,8 +60,8 @@ def _attention_kernel(
     inner_scale, score_scale,  # fp32 scales: of products before the soft cap; of scores to log 2
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PIECE: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAPS)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -71,7 +73,7 @@ def _attention_kernel(
     )
     piece = begin // PIECE
     last_piece = (end - 1) // PIECE
-    if num_splits > 0:
+    if SPLIT:
         piece += tl.program_id(1)
         last_piece = tl.minimum(last_piece, piece)
     if (first_pair >= num_rows * GROUP) | (piece > last_piece):
@@ -81,7 +83,7 @@ def _attention_kernel(
         query, key_cache, value_cache, block_table, paths, stride_query_row, stride_query_head, num_kv_heads, max_pages,
         path_width, window, inner_scale, score_scale, sequence, kv_head, first_pair, first_query, num_rows, prefix,
         first_row, last_row, begin, end, piece, last_piece, HEAD_DIM, VALUE_DIM, GROUP, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE, CHUNKED,
+        BLOCK_D, BLOCK_V, PIECE, ALIGNMENT, SOFTCAP, TREE, WINDOWED, CHUNKED, SPLIT,
     )  # fmt: skip
     store_tile(
         sums, maximum, total, sinks, out, partial_sums, partial_states, cu_seqlens_q, seqused_k, sequence, first_pair,
@@ -116,16 +118,26 @@ def _merge_kernel(
         return
     merge_pieces(
         partial_sums, partial_states, sinks, out, num_kv_heads, num_splits, kv_head, first_query, num_rows, first_pair,
-        begin, end, VALUE_DIM, GROUP, BLOCK_V, PIECE, PAIRS, SINKS, "",
+        begin, end, VALUE_DIM, GROUP, BLOCK_V, PIECE, PAIRS, SINKS,
     )  # fmt: skip
 
 
-def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int) -> Launch:
-    """Choose tiles and warps. They define a row's bits, so the choice does not depend on the batch.
+def _has_warp_groups() -> bool:
+    """Return whether the device multiplies tiles of 64 rows at once, as Hopper alone does; so does the interpreter."""
+    device = properties()
+    return device is None or (torch.version.hip is None and device.major == 9)
 
-    Compilation shows that larger tiles spill registers. With five stages the kernel computes one tile of KV, loads
-    another, and loads the page numbers of a third. The 64 KiB of shared memory of an AMD device have room for two
-    stages.
+
+def launch_config(
+    dtype: torch.dtype, head_dim: int, value_dim: int, group: int, *, is_tall: bool = False, has_groups: bool = True
+) -> Launch:
+    """Choose tiles and warps, for splits of a context or for tall tiles of prompts.
+
+    The length of a tile of KV and the layout of a row within warps define the row's bits, so they depend on the layer
+    and the device alone. On Hopper (``has_groups``) each warp has 16 rows of a tile of 16-bit numbers, and each row
+    lies in four threads of one warp, in tiles of 64 rows and of 128; ``test_sums_over_a_tile_have_one_order`` looks at
+    these layouts. Elsewhere the compiler divides rows among warps, differently for other heights, so there is one
+    height.
     """
     block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     larger = max(block_d, block_v)
@@ -134,11 +146,16 @@ def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int)
         block_n = 16
         num_warps = 4 if block_v <= 128 else 8
         num_stages = 2
+    elif has_groups:
+        block_m = 128 if is_tall and block_v <= 128 else 64
+        block_n = 64 if larger <= 128 else 32
+        num_warps = block_m // 16 if block_v <= 128 else 8
+        num_stages = 3
     else:
         block_m = 32
         block_n = 64 if larger <= 64 else 32
         num_warps = 4 if larger <= 128 else 8
-        num_stages = 5
+        num_stages = 3
     constexprs = {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
@@ -149,6 +166,7 @@ def launch_config(dtype: torch.dtype, head_dim: int, value_dim: int, group: int)
         "BLOCK_V": block_v,
         "PIECE": PIECE,
         "ALIGNMENT": _alignment(dtype, head_dim),
+        "SPLIT": not is_tall,
         "OVERLAPS": overlaps(),
     }
     return Launch(constexprs, num_warps, 2 if torch.version.hip is not None else num_stages, max_registers=255)
@@ -160,7 +178,13 @@ def _alignment(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _with(launch: Launch, **flags: int) -> Launch:
-    return replace(launch, constexprs={**launch.constexprs, **flags})
+    """Return the launch with further constants. Flags may leave tall tiles fewer registers for loads ahead."""
+    constexprs = {**launch.constexprs, **flags}
+    stages = launch.num_stages
+    if not constexprs["SPLIT"]:
+        most = 1 if constexprs.get("TREE") else 2 if constexprs.get("WINDOWED") else stages
+        stages = min(stages, most)
+    return replace(launch, constexprs=constexprs, num_stages=stages)
 
 
 def _merge_launch(launch: Launch) -> Launch:
@@ -177,14 +201,12 @@ def _aligned(query: Tensor) -> Tensor:
     return query if strides_fit and query.data_ptr() % 16 == 0 else query.clone(memory_format=torch.contiguous_format)
 
 
-def num_splits_of(batch: PagedBatch, window: int, num_tiles: int, rows_of_tile: int, bytes_per_split: int) -> int:
-    """Return the most pieces that a tile's rows see, or 0 if one program should compute all pieces of a tile."""
+def num_pieces_of(batch: PagedBatch, window: int, rows_of_tile: int) -> int:
+    """Return the most pieces of the context that a tile's rows see."""
     rows = min(batch.max_seqlen_q, rows_of_tile) if batch.tree_mask is None else batch.max_seqlen_q
     # The rows see at most `window + rows - 1` positions, of chunks too, wherever the first one lies in its piece.
     in_window = triton.cdiv(window + rows - 2, PIECE) + 1
-    num_splits = min(in_window, triton.cdiv(batch.max_seqlen_k, PIECE))
-    pays = num_splits > 1 and num_tiles < _ENOUGH_PROGRAMS and num_splits * bytes_per_split <= _LARGEST_BUFFER
-    return num_splits if pays else 0
+    return max(1, min(in_window, triton.cdiv(batch.max_seqlen_k, PIECE)))
 
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams) -> Tensor:
@@ -192,34 +214,35 @@ def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch,
 
     A row of a tree is folded over the positions of its own path, so it has the bits of that row in the path's chain.
     """
-    return attend(query, kv, batch, params, None)
-
-
-def attend(
-    query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, params: AttentionParams, counters: Tensor | None
-) -> Tensor:
-    """Compute ``paged_attention``, in one launch if there are counters.
-
-    These are ``[NUM_COUNTERS]`` int32, zeros, and zeros again afterwards. No two launches that may run at once may have
-    the same.
-    """
     (num_rows, num_heads, head_dim) = query.shape
     (num_kv_heads, value_dim) = kv[1].shape[2:]
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out
     group = num_heads // num_kv_heads
-    tree = batch.tree_mask is not None
-    sinks = params.sinks
-    launch = launch_config(query.dtype, head_dim, value_dim, group)
-    chunked = params.attention_chunk is not None
-    launch = _with(launch, SOFTCAP=params.softcap is not None, TREE=tree, CHUNKED=chunked, SINKS=sinks is not None)
-    sinks = query if sinks is None else sinks
-    block_m = launch.constexprs["BLOCK_M"]
-    max_tiles = triton.cdiv(batch.max_seqlen_q * group, block_m)
-    columns = batch.seqused_k.numel() * num_kv_heads
     window = min(params.sliding_window or params.attention_chunk or _NO_WINDOW, _NO_WINDOW)
-    num_splits = num_splits_of(batch, window, columns * max_tiles, triton.cdiv(block_m, group) + 1, 4 * out.numel())
+    columns = batch.seqused_k.numel() * num_kv_heads
+    flags = {
+        "SOFTCAP": params.softcap is not None,
+        "TREE": batch.tree_mask is not None,
+        "WINDOWED": window < _NO_WINDOW,
+        "CHUNKED": params.attention_chunk is not None,
+        "SINKS": params.sinks is not None,
+    }
+    has_groups = _has_warp_groups()
+    launch = launch_config(query.dtype, head_dim, value_dim, group, has_groups=has_groups)
+    num_pieces = num_pieces_of(batch, window, triton.cdiv(launch.constexprs["BLOCK_M"], group) + 1)
+    tall = launch_config(query.dtype, head_dim, value_dim, group, is_tall=True, has_groups=has_groups)
+    num_full = columns * (batch.max_seqlen_q * group // tall.constexprs["BLOCK_M"])
+    fits = num_pieces == 1 or 4 * out.numel() * num_pieces <= _LARGEST_BUFFER
+    enough = _ENOUGH_PROGRAMS if batch.tree_mask is None else 8 * _ENOUGH_PROGRAMS  # tall tiles of trees are slower
+    if num_full >= enough or not fits:
+        launch = tall
+    is_split = launch is not tall
+    num_splits = num_pieces if is_split and num_pieces > 1 else 0
+    launch = _with(launch, **flags)
+    sinks = query if params.sinks is None else params.sinks
+    max_tiles = triton.cdiv(batch.max_seqlen_q * group, launch.constexprs["BLOCK_M"])
     partial_sums = torch.empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32, device=query.device)
     partial_states = torch.empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=query.device)
     query = _aligned(query)
@@ -247,9 +270,6 @@ def attend(
     )
     grid = (columns * max_tiles, max(1, num_splits))
     options = _with(launch, PAGE_SIZE=kv[0].shape[1]).options
-    if num_splits and counters is not None and grid[0] <= len(counters):
-        merging_kernel[grid](*arguments, counters, **options)
-        return out
     _attention_kernel[grid](*arguments, **options)
     if num_splits:
         sizes = (num_kv_heads, triton.cdiv(batch.max_seqlen_q * group, _MERGED_PAIRS), num_splits, window)
@@ -260,7 +280,7 @@ def attend(
     return out
 
 
-_NO_FLAGS = {"SOFTCAP": False, "TREE": False, "CHUNKED": False, "SINKS": False}
+_NO_FLAGS = {"SOFTCAP": False, "TREE": False, "WINDOWED": False, "CHUNKED": False, "SINKS": False}
 # Head size of keys and of values, group, page size, flags.
 _USUAL = (
     (64, 64, 1, 16, {}),
@@ -270,11 +290,14 @@ _USUAL = (
     (64, 64, 8, 16, {"SOFTCAP": True, "SINKS": True}),
     (80, 80, 1, 1, {}),
     (128, 128, 4, 16, {}),
+    (128, 128, 4, 64, {}),
     (128, 128, 4, 16, {"TREE": True}),
+    (128, 128, 4, 64, {"TREE": True}),
+    (128, 128, 4, 64, {"WINDOWED": True}),
     (128, 128, 8, 256, {"SOFTCAP": True, "TREE": True}),
     (192, 128, 1, 16, {}),
-    (128, 128, 5, 16, {"CHUNKED": True}),
-    (128, 128, 5, 16, {"CHUNKED": True, "TREE": True}),
+    (128, 128, 5, 16, {"WINDOWED": True, "CHUNKED": True}),
+    (128, 128, 5, 16, {"WINDOWED": True, "CHUNKED": True, "TREE": True}),
     (256, 256, 2, 16, {"SOFTCAP": True}),
 )
 
@@ -291,16 +314,33 @@ def variants() -> Iterator[Variant]:
         types |= dict.fromkeys(partials, "*fp32")
         merging = {name: kind for name, kind in types.items() if name in _merge_kernel.arg_names}
         for head_dim, value_dim, group, page_size, flags in _USUAL:
-            launch = _with(launch_config(dtype, head_dim, value_dim, group), **(_NO_FLAGS | flags))
             dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}_{value_dim}"
-            name = "_".join((kind, f"dim{dims}", f"group{group}", *(flag.lower() for flag in flags)))
-            paged = _with(launch, PAGE_SIZE=page_size)
+            page = ("page64",) if page_size == 64 else ()
+            name = "_".join((kind, f"dim{dims}", f"group{group}", *page, *(flag.lower() for flag in flags)))
+            constants = _NO_FLAGS | flags | {"PAGE_SIZE": page_size}
             divisible = (*pointers, *partials)
-            yield paged.variant(name, _attention_kernel, types, divisible)
+
+            def compiled(
+                suffix: str = "",
+                types: dict[str, str] = types,
+                divisible: tuple[str, ...] = divisible,
+                is_tall: bool = False,
+                sizes: tuple[Any, ...] = (dtype, head_dim, value_dim, group),
+                constants: dict[str, int] = constants,
+                name: str = name,
+            ) -> Variant:
+                """Return the compilation for Hopper, and with it the one for other devices."""
+                here, elsewhere = (
+                    _with(launch_config(*sizes, is_tall=is_tall, has_groups=has_groups), **constants)
+                    for has_groups in (True, False)
+                )
+                other = elsewhere.variant(f"{name}{suffix}", _attention_kernel, types, divisible)
+                return replace(here.variant(f"{name}{suffix}", _attention_kernel, types, divisible), elsewhere=other)
+
+            yield compiled()
+            yield compiled("_tall", is_tall=True)
             if kind != "fp32" and flags.keys() - {"TREE"} == {"SINKS"}:  # a model may keep sinks in fp32
-                yield paged.variant(f"{name}_fp32", _attention_kernel, types | {"sinks": "*fp32"}, divisible)
+                yield compiled("_fp32", types=types | {"sinks": "*fp32"})
             if name.removeprefix(f"{kind}_") in ("dim128_group4", "dim128_group4_tree", "dim64_group8_sinks"):
+                launch = _with(launch_config(dtype, head_dim, value_dim, group), **constants)
                 yield _merge_launch(launch).variant(f"{name}_merge", _merge_kernel, merging, (*partials, "out"))
-                at_once = types | {"counters": "*i32"}
-                aligned = (*divisible, "counters")
-                yield paged.variant(f"{name}_merging", merging_kernel, at_once, aligned)

@@ -6,7 +6,7 @@ products by the scales, and adds them to the lane's sums. At the end the lanes a
 
 Bytes: those of the weight, read from memory once for up to ``_MANY_ROWS`` rows (16 in fp32). With more rows, programs
 that share weights run next to each other. Codes become values in registers. Grid: (tiles of outputs x groups of rows),
-groups of rows fastest. No GPU has run it yet.
+groups of rows fastest.
 
 A row's bits depend on that row and the weights alone. The lanes, and so the order in which blocks are added, depend on
 no size. Only ``tl.dot`` adds products of a block, in batches, which NVIDIA devices of all generations multiply with the

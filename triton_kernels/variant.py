@@ -28,6 +28,7 @@ class Variant:
     max_registers: int | None = None
     # rows and columns of what an instruction of AMD multiplies; None: the compiler chooses
     instruction_side: int | None = None
+    elsewhere: Variant | None = None  # what is compiled on devices other than Hopper, if that differs
     fuses: bool = True  # whether a product and a sum may become one operation, which rounds once
 
 

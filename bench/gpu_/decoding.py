@@ -52,7 +52,7 @@ from specdec_fast.runner.ragged_model import RaggedModel
 
 PLAIN = "plain"
 DRAFT_MODEL, EAGLE3 = "draft model", "eagle3"
-PAGE_SIZE = 16
+PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ FULL = Sizes(
     dtype=torch.bfloat16,
     prompt_tokens=1024,
     new_tokens=128,
-    prompts={8: 16, 1: 2, 32: 64},
+    prompts={8: 16, 1: 2, 32: 32},
     num_draft_tokens=5,
     eagle3_ids=32_000,
     acceptance=(0.8, 0.6),

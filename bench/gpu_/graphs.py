@@ -5,8 +5,7 @@ has some; and no step waits for the device, except for the one transfer of its t
 synchronisation verifies. Times are those of a plain step, a verification and a drafting loop at the shapes and
 contexts of ``gpu_decoding``, beside the time of reading the weights and the KV at the speed of a copy; and those of the
 kernels within. Kernels overlap, and one that waits for the one before it counts that time, so their sum exceeds the
-whole. *graph_bytes* is the memory that recording took from the device. On a CPU there are no graphs, so PyTorch
-launches the operations one by one.
+whole. On a CPU there are no graphs, so PyTorch launches the operations one by one.
 """
 
 from __future__ import annotations
@@ -240,11 +239,7 @@ def _time(what: str, bench: _Forward, call: Call, bandwidth: float, progress: Pr
     device = bench.model.layout.device
     with bench.model.attached():
         clock = Clock(device)
-        call()
-        free = _free_bytes(device)
-        call()  # records the graph
-        graph_bytes = free - _free_bytes(device)
-        clock.seconds(call, 3)
+        clock.seconds(call, 3)  # the second call records
         seconds = median(clock.seconds(call, CALLS) for _ in range(SAMPLES))
         kernels = _kernels(call, device)
     floor = bench.bytes_read / bandwidth
@@ -255,14 +250,8 @@ def _time(what: str, bench: _Forward, call: Call, bandwidth: float, progress: Pr
         floor_microseconds=floor * 1e6,
         share_of_copy=floor / seconds,
         kernels=kernels,
-        graph_bytes=graph_bytes,
         graphs_captured=0 if bench.model.graphs is None else bench.model.graphs.num_captured,
     )
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the bytes of the device that no process holds; 0 on a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _kernels(call: Call, device: torch.device) -> dict[str, dict[str, float]]:

@@ -32,6 +32,17 @@ from specdec_fast.ops import Op, all_ops
 from specdec_fast.ops.registry import INTERPRETING
 
 SEED = 0
+# Linears beside those that the op declares, in bf16: features, outputs, rows. They are the layers of Qwen3-8B and
+# Qwen3-0.6B: gate and up, down, queries and o.
+_MANY = (1, 8, 48, 192, 256, 1024)
+LAYERS = (
+    (4096, 12_288, (192,)),
+    (12_288, 4096, _MANY),
+    (4096, 4096, _MANY),
+    (1024, 3072, (192,)),
+    (3072, 1024, _MANY),
+    (2048, 1024, _MANY),
+)
 HAS_PART = ("quantized_linear", "grouped_quantized_linear")  # ops that the part "quantized" times
 
 
@@ -43,6 +54,8 @@ class Sizes:
         copy_bytes: bytes that a copy reads, and writes, to measure the bandwidth.
         declared: whether to time the ops' own benchmarks.
         batch_sizes, contexts: sizes of the attention of a verification.
+        prompts: tokens of a prompt whose attention is timed.
+        page_sizes: positions per page, of each of these.
         rows: rows per sequence, K + 1.
         layer: heads, KV heads and head size.
 
@@ -52,12 +65,23 @@ class Sizes:
     declared: bool
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]
+    prompts: tuple[int, ...]
+    page_sizes: tuple[int, ...]
     rows: int
     layer: dict[str, int]
 
 
-FULL = Sizes(1 << 30, True, (8, 32), (1024, 4096, 16384), 6, {"heads": 32, "kv_heads": 8, "head_dim": 128})
-SMOKE = Sizes(1 << 20, False, (2,), (40,), 3, {"heads": 4, "kv_heads": 2, "head_dim": 16})
+FULL = Sizes(
+    copy_bytes=1 << 30,
+    declared=True,
+    batch_sizes=(8, 32),
+    contexts=(1024, 4096, 16384),
+    prompts=(512, 2048, 4096),
+    page_sizes=(16, 64),
+    rows=6,
+    layer={"heads": 32, "kv_heads": 8, "head_dim": 128},
+)
+SMOKE = Sizes(1 << 20, False, (2,), (40,), (40,), (16,), 3, {"heads": 4, "kv_heads": 2, "head_dim": 16})
 
 
 @dataclass(frozen=True)
@@ -94,17 +118,38 @@ def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
 
 def subjects(sizes: Sizes, device: torch.device) -> Iterator[Subject]:
     """Yield attention as in serving, then the ops' own benchmarks: in bf16, and in fp32 if they are not exact."""
-    for batch_size in sizes.batch_sizes:
-        for context in sizes.contexts:
-            shape = AttentionShape((context,) * batch_size, (sizes.rows,) * batch_size, **sizes.layer)
+    for name, contexts, rows in _attention_sizes(sizes):
+        for page_size in sizes.page_sizes:
+            shape = AttentionShape(contexts, rows, page_size=page_size, **sizes.layer)
             make = partial(shape.make, torch.bfloat16, device, SEED)
-            yield Subject(all_ops()["paged_attention"], f"verify_{batch_size}x{context}", torch.bfloat16, make)
+            yield Subject(all_ops()["paged_attention"], f"{name}_page{page_size}", torch.bfloat16, make)
     for op in all_ops().values() if sizes.declared else ():
         if op.name in HAS_PART:
             continue
         for case in OP_CASES[op.name].benchmarks:
             for dtype in (torch.bfloat16,) if op.exact else (torch.bfloat16, torch.float32):
                 yield Subject(op, case.name, dtype, partial(make_case, case, dtype, SEED, device))
+    for in_features, out_features, counts in LAYERS if sizes.declared else ():
+        for count in counts:
+            name = f"linear_{in_features}x{out_features}_{count}"
+            make = partial(_layer, count, in_features, out_features, device)
+            yield Subject(all_ops()["linear"], name, torch.bfloat16, make)
+
+
+def _layer(num_rows: int, in_features: int, out_features: int, device: torch.device) -> dict[str, Any]:
+    """Draw rows and weights on the device, which is faster than to copy them there."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    draw = partial(torch.randn, generator=generator, dtype=torch.bfloat16, device=device)
+    return {"rows": draw(num_rows, in_features), "weight": draw(out_features, in_features) / in_features**0.5}
+
+
+def _attention_sizes(sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Yield names, contexts and rows of verifications and of whole prompts."""
+    for batch_size in sizes.batch_sizes:
+        for context in sizes.contexts:
+            yield f"verify_{batch_size}x{context}", (context,) * batch_size, (sizes.rows,) * batch_size
+    for tokens in sizes.prompts:
+        yield f"prompt_{tokens}", (tokens,), (tokens,)
 
 
 def _time_all(subject: Subject, device: torch.device, bandwidth: float, progress: Progress) -> None:

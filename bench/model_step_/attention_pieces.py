@@ -9,7 +9,7 @@ import torch
 
 from specdec_fast.batch.ragged_batch import PagedBatch
 from specdec_fast.program.plan.ir import Attend, Plan
-from specdec_fast.triton_kernels.paged_attention import launch_config, num_splits_of
+from specdec_fast.triton_kernels.paged_attention import launch_config, num_pieces_of
 
 PARTIAL_BYTES = 4  # attention keeps partial results in fp32
 
@@ -36,12 +36,14 @@ class Batch:
 
 
 def num_pieces(plan: Plan, attend: Attend, batch: Batch, window: int) -> int:
-    """Return the pieces of a context that attention merges in a second launch; 0 if it needs none."""
+    """Return the pieces of a context that attention merges in a second launch; 0 if it needs none.
+
+    The rows are those of decoding or of a verification, of which each piece has a program of its own.
+    """
     shape = plan.kv_shapes[attend.layer]
     group = attend.num_heads // shape.num_kv_heads
     launch = launch_config(plan.dtype, shape.key_head_dim, shape.value_head_dim, group)
     block = launch.constexprs["BLOCK_M"]
-    tiles = batch.batch_size * shape.num_kv_heads * ceil(batch.rows_each * group / block)
     none = torch.empty(0, dtype=torch.int32)
     paged = PagedBatch(
         cu_seqlens_q=none,
@@ -50,5 +52,5 @@ def num_pieces(plan: Plan, attend: Attend, batch: Batch, window: int) -> int:
         max_seqlen_q=batch.rows_each,
         max_seqlen_k=batch.context,
     )
-    partial = PARTIAL_BYTES * batch.num_rows * attend.num_heads * shape.value_head_dim
-    return num_splits_of(paged, window, tiles, ceil(block / group) + 1, partial)
+    pieces = num_pieces_of(paged, window, ceil(block / group) + 1)
+    return pieces if pieces > 1 else 0

@@ -40,7 +40,7 @@ from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, ScoreOutput, StreamChunk
 from specdec_fast.runner.batch_invariance import make_deterministic
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.profiling import forward_seconds
 from specdec_fast.runner.ragged_model import RaggedModel
@@ -126,7 +126,9 @@ class Engine:
         most = self.config.most_draft_tokens
         self._asked_draft_tokens = most
         tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
-        self.target.use_graphs(Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows))
+        self.target.use_graphs(
+            Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows, prompt_rows=MOST_PROMPT_ROWS)
+        )
         self.memory_plan = self._planned(drafter, draft is not None)
         if self.memory_plan is not None:
             self.config = self.memory_plan.config

@@ -197,6 +197,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
         "graphs": "plain step at batch 2",
         "graph_gates": "eqspec in float32",
         "decoding": "logits of a verification",
+        "variants": "rows of linear 2048x48",
     }
     assert result["skipped"][0] == first[name]
 

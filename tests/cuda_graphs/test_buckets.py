@@ -15,7 +15,7 @@ from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out, lay_out_on_host
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.runner.graphs.buckets import Bucket, Limits, size_of
+from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, Limits, size_of
 from specdec_fast.runner.graphs.inputs import Inputs
 from support.graphs import CPU, LIMITS, OWNERS, ROOM, RULE, batches, opened_pool
 
@@ -148,3 +148,20 @@ def test_nothing_is_left_of_an_earlier_batch(model):
     for field in fields(used.batch):
         if isinstance(tensor := getattr(used.batch, field.name), torch.Tensor):
             assert torch.equal(tensor, getattr(clean.batch, field.name)), field.name
+
+
+def test_prefills_of_few_rows_share_few_buckets():
+    """Rows that fill a bucket are a sequence of their own; larger buckets waste at most 255 rows."""
+    limits = Limits(8, 6, prompt_rows=1024)
+
+    def bucket(num_rows, batch_size=1, num_pages=3, limits=limits, most=2048):
+        return limits.prompt_bucket(BatchSize(num_rows, batch_size, num_rows, num_pages), 16, RowPadding(1, most))
+
+    rows = {count: bucket(count).num_rows for count in (7, 64, 65, 256, 257, 700, 1024)}
+    assert rows == {7: 64, 64: 64, 65: 128, 256: 256, 257: 512, 700: 768, 1024: 1024}
+    assert bucket(100, batch_size=3) == Bucket(128, 5, 128, 32, 5)
+    assert bucket(100, num_pages=33).num_pages == 64
+    assert bucket(1025) is None
+    assert bucket(100, batch_size=9) is None
+    assert bucket(100, limits=Limits(8, 6)) is None
+    assert bucket(100, most=120) is None, "not proved"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -255,3 +256,21 @@ def test_forwards_with_and_without_hidden_states_have_graphs_of_their_own(model)
         assert torch.equal(model.forward(graphed, pool, None, wanted), logits)
         assert wanted is None or torch.equal(found, expected)
     assert model.graphs.num_captured == 4
+
+
+@pytest.mark.parametrize(
+    ("counts_of", "num_graphs"), [([[17], [40], [17]], 1), ([[9, 30], [21, 5, 6]], 2)], ids=["alone", "several"]
+)
+def test_prefills_of_few_rows_have_the_bits_of_eager_forwards(model, counts_of, num_graphs):
+    """One row's logits are wanted, another one each time; more rows than the limit have no graph."""
+    model.graphs._limits = replace(LIMITS, prompt_rows=64)
+    pools = [opened_pool(model) for _ in range(2)]
+    for eager, graphed in zip(*(batches(pool, counts_of) for pool in pools), strict=True):
+        for row in (0, int(eager.last_rows[-1])):
+            wanted = torch.tensor([row], device="cpu")
+            expected = eagerly(model, eager, pools[0], wanted)
+            assert torch.equal(model.forward(graphed, pools[1], wanted), expected)
+    assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:]), "page 0 is scratch"
+    assert model.graphs.num_captured == num_graphs
+    (longer,) = batches(opened_pool(model), [[65]])
+    assert model.graphs.forward(longer, pools[0], longer.last_rows) is None

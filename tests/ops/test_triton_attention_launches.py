@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.g
 
 
 def test_nothing_of_the_batch_is_compiled_in(monkeypatch):
-    wide = make(PagedShape((40, 9, 3), (6, 1, 3)), torch.float16)
+    wide = make(PagedShape((40, 9, 3), (6, 1, 3), sliding_window=30), torch.float16)
     sliding = make(PagedShape((700,), (33,), sliding_window=5), torch.float16)
     with launches(monkeypatch) as noted:
         for args in (wide, sliding):
@@ -57,30 +57,32 @@ for name in targets.split(","):
     for variant in chosen:
         code = compile_variant(variant, TARGETS[name]).asm["ttgir"]
         layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
-        block_m, block_n = variant.constexprs["BLOCK_M"], variant.constexprs["BLOCK_N"]
+        made = variant if name == "sm_90" else variant.elsewhere
+        block_m, block_n = made.constexprs["BLOCK_M"], made.constexprs["BLOCK_N"]
         tile = rf"\}}\) : \(tensor<{block_m}x{block_n}xf32, (#\w+)>\)"
-        product = r"= tt.dot .*-> tensor<(\w+, #\w+)>"
-        summed = [layouts[alias].replace(" ", "") for alias in re.findall(tile, code)]
+        product = r"= (?:tt.dot|ttng.warp_group_dot) .*-> tensor<\d+x(\w+, #\w+)>"
+        of_row = lambda layout: re.sub(r"warpsPerCTA=\[\d+,1\]", "warps along rows", layout).replace(" ", "")
+        summed = [of_row(layouts[alias].replace(" ", "")) for alias in re.findall(tile, code)]
         products = [found.split(", ") for found in re.findall(product, code)]
-        print(name, *summed, *(f"{shape}{layouts[alias]}".replace(" ", "") for shape, alias in products))
+        print(name, *summed, *(f"{shape}{of_row(layouts[alias].replace(' ', ''))}" for shape, alias in products))
 """
 
 
 @pytest.mark.grid
 def test_sums_over_a_tile_have_one_order(compiler):
-    """Whether a tile is partly hidden, in a tree or not, the compiler adds up its weights in the same layout.
-
-    So it does if the program that is last to end merges the pieces.
+    """Whether a tile is partly hidden, in a tree or not, of 64 or 128 rows, the compiler adds up its weights in the
+    same layout: every row's weights lie in the registers of four threads of one warp, and warps divide rows alone.
 
     The interpreter cannot show that; the order of a sum on a GPU is that of its layout.
     """
-    names = [f"fp16_dim128_group4{kind}" for kind in ("", "_tree", "_merging")]
+    names = [f"fp16_dim128_group4{kind}" for kind in ("", "_tree", "_tall", "_page64", "_page64_tall")]
     lines = [line.split() for line in compiler.run(LAYOUTS, "sm_80,sm_90", *names).splitlines()]
     assert len(lines) == 2 * len(names)
     for target in ("sm_80", "sm_90"):
         chain, *others = (layouts for name, *layouts in lines if name == target)
-        assert others == [chain] * 2, "a tree's rows have the bits of chains"
+        assert others == [chain] * len(others), "a row has the bits of plain decoding"
         layouts = chain
         assert len(layouts) == 8, "a maximum, a sum and two products, of tiles that all rows see and of others"
         assert len(set(layouts[:4])) == 1
+        assert target != "sm_90" or "warpsalongrows" in layouts[0], "there no row is divided among warps"
         assert layouts[4:6] == layouts[6:]

@@ -14,6 +14,7 @@ from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.triton_kernels import linear as module
 from specdec_fast.triton_kernels import linear_tiles
 from specdec_fast.triton_kernels.linear import linear, linears
+from specdec_fast.triton_kernels.linear_descriptors import multiply
 from support.noted_launches import Noted
 
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU's run is bench.gpu; this is about the interpreter")
@@ -57,7 +58,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(dtype, in_features, til
 @pytest.mark.parametrize(
     ("dtype", "tiles"),
     [
-        (torch.float16, {(64, 16), (32, 16), (16, 16), (64, 64), (16, 64), (64, 128), (128, 128)}),
+        (torch.float16, {(64, 16), (32, 16), (16, 16), (64, 64), (32, 64), (16, 64), (64, 128), (128, 128)}),
         (torch.float32, {(32, 16), (16, 16), (32, 64), (16, 64)}),
     ],
 )
@@ -66,7 +67,7 @@ def test_a_rows_bits_do_not_depend_on_the_height_of_tiles(dtype, tiles, monkeypa
     rows, (weight,) = make(130, 136, (70,), dtype)
     found = set()
     whole = linear(rows, weight)
-    for enough in (1, 2, 1000):
+    for enough in (1, 4, 1000):
         monkeypatch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", enough)
         for count in (12, 40, 130):
             found.add(tile_of(count, (70,), dtype, 136))
@@ -75,48 +76,63 @@ def test_a_rows_bits_do_not_depend_on_the_height_of_tiles(dtype, tiles, monkeypa
 
 
 @interpreted
-@pytest.mark.parametrize("num_pieces", [2, 4])
-def test_a_rows_bits_do_not_depend_on_who_adds_the_pieces_of_its_sums(num_pieces):
-    """With few rows, every piece has a program and another kernel adds them; with many, one program has all."""
-    rows, weights = make(70, 2064, (40, 24), torch.float16)  # the last piece is shorter
-    rows[:, 2048:] /= 1024  # what is left of sums whose products cancel, so that their errors show
-    for weight in weights:
-        weight[:, 1024:2048] = -weight[:, :1024]
-    rows[:, 1024:2048] = rows[:, :1024]
-    biases = [weight[:, 2048] / 1024 for weight in weights]
-    one_sum = linears(rows, weights, biases)
-    split = set()
-    with linear_tiles.chosen(num_pieces=num_pieces):
-        whole = linears(rows, weights, biases)
-        assert not any(map(torch.equal, whole, one_sum)), "several sums would not be noticed"
-        for enough, count in ((1, 3), (96, 3), (96, 20), (96, 70)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(linear_tiles, "_ENOUGH_PROGRAMS", enough)
-                launch = linear_tiles.launch_of(torch.float16, 2064, (40, 24), count)
-                split.add((count, linear_tiles.is_split(launch, (40, 24), count)))
-                found = linears(rows[:count], weights, biases)
-                alone = [linear(rows[:count], *each) for each in zip(weights, biases, strict=True)]
-            for i in range(2):
-                assert torch.equal(found[i], whole[i][:count])
-                assert torch.equal(alone[i], whole[i][:count])
-    assert split == {(3, False), (3, True), (20, True), (70, True)}
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_rows_bits_do_not_depend_on_the_tiles_of_hopper(has_bias, monkeypatch):
+    """Some are computed by descriptors, one matrix in a launch."""
+    rows, (weight,) = make(270, 136, (130,), torch.float16)
+    bias = weight[:, 0].clone() if has_bias else None
+    whole = linear(rows, weight, bias)
+    monkeypatch.setattr(linear_tiles, "is_hopper", lambda: True)
+    described: list[Any] = []
+    monkeypatch.setattr(module, "multiply", lambda *args: described.append(args[0]) or multiply(*args))
+    own = next(tile for tile in linear_tiles._LARGE if not tile.has_descriptors)
+    for tile in linear_tiles._LARGE:
+        # a tile without descriptors, so that several matrices have one, too; it is slow
+        monkeypatch.setattr(linear_tiles, "_LARGE", (tile, own._replace(speed=1e-3)))
+        assert torch.equal(linear(rows, weight, bias), whole)
+    found = {(each.constexprs["BLOCK_OUT"], each.constexprs["BLOCK_ROWS"]) for each in described}
+    assert found == {(128, 256), (128, 192), (128, 128)}
 
 
 @interpreted
-def test_matrices_of_several_numbers_of_pieces_have_their_own_launches():
-    rows, weights = make(2, 2048, (2064, 16), torch.float16)
-    with linear_tiles.chosen(num_pieces=2):
-        assert [linear_tiles.pieces_of(torch.float16, 2048, size) for size in (2064, 16)] == [1, 2]
-        assert all(map(torch.equal, linears(rows, weights), [linear(rows, weight) for weight in weights]))
-        with pytest.raises(ValueError, match="num_pieces"):
-            module.tiles_of(torch.float16, 2048, (2064, 16), 2, (2064, 16))
+def test_matrices_that_descriptors_compute_faster_have_launches_of_their_own(monkeypatch):
+    rows, weights = make(200, 136, (130, 70), torch.float16)
+    whole = linears(rows, weights)
+    monkeypatch.setattr(linear_tiles, "is_hopper", lambda: True)
+    for described_speed, alone in ((1.0, True), (1e-3, False)):
+        tiles = (linear_tiles.Tile(128, 128, 8, described_speed, True), linear_tiles.Tile(64, 64, 4, 0.1, False))
+        monkeypatch.setattr(linear_tiles, "_LARGE", tiles)
+        assert linear_tiles.are_faster_alone(torch.float16, 136, (130, 70), 200) == alone
+        assert all(map(torch.equal, linears(rows, weights), whole))
+
+
+@pytest.mark.parametrize(
+    ("in_features", "size", "num_rows", "tile"),
+    [  # the best ones that an H200 showed, in few waves
+        (4096, 24_576, 192, (128, 192)),
+        (4096, 12_288, 1024, (128, 256)),
+        (4096, 4096, 192, None),
+        (4096, 4096, 512, (128, 128)),
+        (4096, 4096, 1024, (128, 256)),
+        (3072, 1024, 256, None),
+        (4096, 4096, 64, None),
+    ],
+)
+def test_tiles_of_many_rows_fill_a_hopper(in_features, size, num_rows, tile, monkeypatch):
+    """None: ``linear``'s own kernel is faster."""
+    monkeypatch.setattr(linear_tiles, "is_hopper", lambda: True)
+    launch = linear_tiles.described_launch(torch.bfloat16, in_features, size, num_rows)
+    assert (launch and (launch.constexprs["BLOCK_OUT"], launch.constexprs["BLOCK_ROWS"])) == tile
+    own = linear_tiles.launch_of(torch.bfloat16, in_features, (size,), num_rows)
+    assert own.constexprs["BLOCK_ROWS"] == 64
+    assert linear_tiles.described_launch(torch.float32, in_features, size, num_rows) is None
 
 
 @interpreted
 def test_choices_change_no_bit():
     rows, (weight,) = make(20, 264, (70,), torch.float16)
     expected = linear(rows, weight)
-    for changes in ({"most_stages": 3}, {"has_low_tiles": False}, {"prefetched": 1024}):
+    for changes in ({"most_stages": 3}, {"has_low_tiles": False}):
         before = linear_tiles.launch_of(torch.float16, 264, (70,), 20)
         with linear_tiles.chosen(**changes):
             assert linear_tiles.launch_of(torch.float16, 264, (70,), 20) != before or "most_stages" in changes

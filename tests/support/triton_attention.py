@@ -51,7 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
             return launch
 
     with monkeypatch.context() as patch:
-        for name in ("_attention_kernel", "_merge_kernel", "merging_kernel"):
+        for name in ("_attention_kernel", "_merge_kernel"):
             patch.setattr(module, name, Noted(name))
         yield noted
 
@@ -66,5 +66,8 @@ PIECES = {
     "tree_window": PagedShape((150, 70), (5, 12), heads=2, kv_heads=1, head_dim=16, tree=True, sliding_window=64),
     "sinks": PagedShape((200, 64, 65), (6, 1, 40), head_dim=16, sinks=True),
     "narrow_values": PagedShape((200, 64, 65), (6, 1, 40), head_dim=24, value_dim=16),
+    "page64": PagedShape((200, 64, 65), (6, 1, 40), head_dim=16, page_size=64),
+    "page64_window": PagedShape((200, 130), (6, 20), heads=2, kv_heads=1, head_dim=16, page_size=64, sliding_window=70),
+    "page128_tree": PagedShape((150, 64), (9, 3), heads=2, kv_heads=1, head_dim=16, page_size=128, tree=True),
     "no_rows": PagedShape((130, 90, 0), (3, 0, 0), head_dim=16),
 }

@@ -12,6 +12,12 @@ from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding
 from specdec_fast.kv_cache.forward_layout import HostLayout
 
 _SHORTEST_CONTEXT = 512  # positions of the smallest bucket: one piece of the attention kernel
+_FEWEST_PROMPT_ROWS = 64  # of the smallest bucket of prompts
+# Of the largest one. On an H200 an 8B model computes 1,000 rows in the time in which the host launches their kernels,
+# so graphs of more rows would gain nothing.
+MOST_PROMPT_ROWS = 1024
+_PROMPT_ROWS_MULTIPLE = 256  # of larger buckets; smaller ones are powers of two
+_MOST_PROMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Limits:
         sequences: sequences of one forward.
         rows_each: rows of one sequence: K + 1 for a target, 2 for a draft model.
         tree_rows: rows of one sequence in a verification of trees; 0: trees have no graphs.
+        prompt_rows: rows of all sequences of a prefill; 0: prefills have no graphs.
         num_forwards: forwards in one graph of a draft model, each on the tokens that the one before it chose: K. If no
             sequence needs so many, they run one by one, because every number would need a graph of its own.
 
@@ -76,6 +83,7 @@ class Limits:
     rows_each: int
     num_forwards: int = 1
     tree_rows: int = 0
+    prompt_rows: int = 0
 
     def bucket(
         self,
@@ -111,3 +119,21 @@ class Limits:
         while pages < max(needed, num_pages):
             pages *= 2
         return Bucket(rows, max(one_each, sequences + more), each, pages, one_each)
+
+    def prompt_bucket(self, size: BatchSize, page_size: int, row_padding: RowPadding) -> Bucket | None:
+        """Return the smallest bucket for a prefill of few rows, or None.
+
+        Sequences, pages and few rows are rounded up to powers of two. The rows that fill the bucket are one sequence.
+        """
+        num_rows, batch_size, _, num_pages = size
+        if not 0 < num_rows <= self.prompt_rows or batch_size > _MOST_PROMPTS:
+            return None
+        rows = max(_FEWEST_PROMPT_ROWS, 1 << (num_rows - 1).bit_length())
+        if num_rows > _PROMPT_ROWS_MULTIPLE:
+            rows = -(-num_rows // _PROMPT_ROWS_MULTIPLE) * _PROMPT_ROWS_MULTIPLE
+        rows += row_padding.padding(rows)
+        if rows > row_padding.largest:
+            return None
+        places = (1 << (batch_size - 1).bit_length()) + 1
+        shortest = -(-max(_SHORTEST_CONTEXT, rows) // page_size)
+        return Bucket(rows, places, rows, max(shortest, 1 << (num_pages - 1).bit_length()), places)

@@ -5,7 +5,8 @@ graph is launched in one piece, but only on the shapes and addresses with which 
 pages are rounded up to a *bucket*, and every bucket has *inputs* of its own, into which a batch is copied.
 
 A phase of a step is one graph: a verification with the target's choices and what it accepts, or a drafting loop with
-its forwards and choices, greedy or sampled. A forward that is neither has a graph of the forward alone.
+its forwards and choices, greedy or sampled. A forward that is neither, such as a prefill of few rows, has a graph of
+the forward alone.
 
 The numbers that a launch takes from a batch (``max_seqlen_q``, ``max_seqlen_k``) are the bucket's bounds. They add
 programs to a grid that find nothing to do; no row's bits depend on them. If a batch is larger than any bucket, the
@@ -42,7 +43,7 @@ class _Kind(NamedTuple):
     """What a graph computes on the inputs of a bucket."""
 
     bucket: Bucket
-    phase: str  # "forward", "verify" or "draft"
+    phase: str  # "forward", "prompt", "verify" or "draft"
     num_forwards: int = 1
     vocab_size: int = 0  # of the ids that are drafted
     samples: bool = False
@@ -99,13 +100,37 @@ class Graphs(GraphStore):
         """
         bucket = None if batch.tree_mask is not None else self._bucket(size_of(batch), pool)
         if bucket is None:
-            return None
+            return self._prompt(batch, pool, logit_rows, hidden_states)
         kind = _Kind(bucket, "forward", keeps_hidden=hidden_states is not None)
         graph = self._graph_of(kind, pool, hidden_states, lambda inputs: inputs.fill(batch))
         if graph is None:
             return None
         (logits,) = _replayed(graph, hidden_states)
         return logits[: batch.token_ids.shape[0]] if logit_rows is None else logits[logit_rows]
+
+    def _prompt(
+        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
+    ) -> Tensor | None:
+        """Compute a prefill of few rows, of which the logits of one row are wanted; None if there is no graph for it.
+
+        States of recurrent layers would have to be put back after recording, so such models have none.
+        """
+        if logit_rows is None or logit_rows.shape[0] != 1:
+            return None
+        if self.why_not is not None or batch.tree_mask is not None or pool.states is not None:
+            return None
+        bucket = self._limits.prompt_bucket(size_of(batch), pool.page_size, pool.row_padding)
+        if bucket is None:
+            return None
+        wanted = logit_rows
+
+        def fill(inputs: Inputs) -> None:
+            inputs.fill(batch)
+            inputs.logit_row.copy_(wanted)
+
+        kind = _Kind(bucket, "prompt", keeps_hidden=hidden_states is not None)
+        graph = self._graph_of(kind, pool, hidden_states, fill)
+        return None if graph is None else _replayed(graph, hidden_states)[0]
 
     @torch.inference_mode()
     def verify(
@@ -215,6 +240,8 @@ class Graphs(GraphStore):
         sampling = inputs.sampling if kind.samples else None
         if kind.phase == "forward":
             return lambda: (self._forward(inputs.batch, pool, None, hidden_states),)
+        if kind.phase == "prompt":
+            return lambda: (self._forward(inputs.batch, pool, inputs.logit_row, hidden_states),)
         if kind.phase == "verify":
 
             def forward(batch: RaggedBatch) -> Tensor:

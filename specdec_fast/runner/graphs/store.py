@@ -13,7 +13,10 @@ from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import Capture, Captured, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 
-MOST_GRAPHS = 64  # per store; a graph of a large model holds some megabytes besides its logits
+# Per store. All go at once (``CudaCapture``), so there is room for every kind that a service needs: with contexts up to
+# 12,000 positions and 32 sequences, greedy and sampled, 178 kinds besides those of prefills. They share the memory of
+# their intermediate results.
+MOST_GRAPHS = 512
 
 
 class GraphSpec(NamedTuple):
