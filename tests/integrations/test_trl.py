@@ -124,6 +124,24 @@ def test_a_model_in_training_is_left_as_it_was(model, tokenizer):
     assert {name: module.training for name, module in model.named_modules()} == training
 
 
+def test_a_forward_of_the_user_is_not_set_aside(model, tokenizer):
+    """Not even where accelerate's stands before it."""
+    trainer = trainer_of(model, tokenizer, sampling={"do_sample": False})
+    own = model.forward
+
+    def negated(*args, **options):
+        outputs = own(*args, **options)
+        outputs.logits = -outputs.logits
+        return outputs
+
+    expected = rollout_func()(TEXTS, trainer)["completion_ids"]
+    model.forward = model._original_forward = negated
+    found = rollout_func()(TEXTS, trainer)["completion_ids"]
+    assert found != expected
+    row = torch.tensor([tokenizer(TEXTS[0]).input_ids])
+    assert found[0][0] == model(row).logits[0, -1].argmax()
+
+
 @pytest.mark.parametrize(
     ("error", "message", "wrong"),
     [
@@ -199,7 +217,11 @@ def grpo(model, tokenizer, rollout, folder, **settings):
 @pytest.mark.filterwarnings("ignore")  # of TRL, about its experimental features
 @pytest.mark.parametrize(
     ("draft", "settings"),
-    [("self", {}), ("model", {"bf16": False, "gradient_checkpointing": False, "temperature": 0.7, "top_p": 0.9})],
+    [
+        ("self", {}),
+        ("self", {"bf16": False}),
+        ("model", {"bf16": False, "gradient_checkpointing": False, "temperature": 0.7, "top_p": 0.9}),
+    ],
 )
 def test_training_with_trl(model, tokenizer, tmp_path, draft, settings):
     """Every rollout is plain decoding with the weights of its step, which differ from those of the others."""
