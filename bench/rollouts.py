@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, end in one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m bench.rollouts", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--drafts", type=report.names, default=["model", "ngram", "suffix", "self"])
-    parser.add_argument("--num-draft-tokens", type=int, default=3, metavar="K")
+    parser.add_argument("--num-draft-tokens", type=lambda text: report.draft_tokens(text)[0], default=3, metavar="K")
     parser.add_argument("--rows", type=int, default=32, help="completions of a step")
     parser.add_argument("--num-generations", type=int, default=16, help="completions of a prompt")
     parser.add_argument("--max-completion-length", type=int, default=64)
