@@ -93,8 +93,8 @@ def test_every_row_step_rollout_and_process_has_other_seeds(model, tokenizer):
         return rollout(TEXTS[:1] * 2, trainer)["completion_ids"]
 
     first = rollout_func(seed=1)
-    found = [completions(first), completions(first), completions(first, step=1), completions(first, process=1, step=2)]
-    found.append(completions(rollout_func(seed=2)))
+    found = [completions(first), completions(first), completions(first, step=1)]
+    found += [completions(rollout_func(seed=1), process=1), completions(rollout_func(seed=2))]
     texts = {tuple(ids) for rows in found for ids in rows}
     assert len(texts) == 2 * len(found)
     assert completions(rollout_func(seed=1), step=1) == found[2], "as of training that is resumed there"
