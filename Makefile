@@ -122,7 +122,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-test-rest: $(VENV)/.installed-test
-	$(PIP) --editable '.[ray,eval]'
+	$(PIP) --editable '.[ray,eval,rl]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test

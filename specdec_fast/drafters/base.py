@@ -356,6 +356,12 @@ class Drafter(ABC):
     def forget_prefixes(self) -> None:  # noqa: B027
         """Keep nothing for sequences that are admitted later; the target has changed, for example."""
 
+    def sync_weights(self) -> None:  # noqa: B027
+        """Learn that the target's weights have been updated in place; any thread may call, also during a step.
+
+        A drafter that has computed something of them computes it again before its next draft.
+        """
+
     def admit(self, sequences: list[Sequence]) -> None:  # noqa: B027
         """Admit sequences, each of at most ``max_length`` tokens; compute the KV of all their tokens but the last."""
 

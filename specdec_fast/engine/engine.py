@@ -293,6 +293,22 @@ class Engine:
         """
         self.core.prefixes.is_stale = True
 
+    def sync_weights(self) -> None:
+        """Take notice that the weights of the target have been updated in place, as by an optimizer.
+
+        Weights are shared, so the update itself needs no copy. What was computed with the former weights is dropped:
+        the prefix cache, and the codes of ``draft="self"``, which are rounded again. The engine does this itself if it
+        sees, while no request is running, that weights have changed; see ``reset_prefix_cache``. Any thread may call.
+        Requests that are running go on with the new weights over the KV entries of their former tokens.
+
+        Raises:
+            UnsupportedModelError: tensors or modules of the target have been replaced, or numbers that its program has
+                copied (sums like 1 + w) have changed; make a new Engine.
+        """
+        self.target.expect_program_of_weights()
+        self.reset_prefix_cache()
+        self.drafter.sync_weights()
+
     def prepare_structured_outputs(self) -> None:
         """Start the process that compiles grammars, so that no request waits for that; takes some seconds.
 

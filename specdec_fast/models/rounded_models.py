@@ -90,20 +90,24 @@ def weights_to_round(model: PreTrainedModel, quantization: str, must_run: bool =
     The output layer has 8 bits, also if the others have 4. Those of ``linears_to_keep`` are not among them.
     ``must_run`` is that of ``linears_to_round``.
     """
-    rounding = ROUNDINGS[quantization]
-    of_output_layer = replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits))
-    output_layer = model.get_output_embeddings()
     linears = linears_to_round(model, must_run)
     kept = linears_to_keep(model, linears)
     found = [
-        WeightToRound(f"{name}.weight", module, "weight", of_output_layer if module is output_layer else rounding)
+        WeightToRound(f"{name}.weight", module, "weight", _rounding_of(model, module, quantization))
         for name, module in linears.items()
         if name not in kept
     ]
     for name, module in mixtures_of(model).items():
         for attribute in (entry_name(module), "down_proj"):
-            found.append(WeightToRound(f"{name}.{attribute}", module, attribute, rounding))
+            found.append(WeightToRound(f"{name}.{attribute}", module, attribute, ROUNDINGS[quantization]))
     return found
+
+
+def _rounding_of(model: PreTrainedModel, module: nn.Module, quantization: str) -> Rounding:
+    rounding = ROUNDINGS[quantization]
+    if module is not model.get_output_embeddings():
+        return rounding
+    return replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits))
 
 
 def linears_to_keep(model: PreTrainedModel, linears: Mapping[str, nn.Linear | Conv1D]) -> set[str]:
@@ -286,6 +290,39 @@ def rounded_copy(model: PreTrainedModel, quantization: str, setting: str = "quan
     else:
         round_weights(own, quantization)
     return refuse_saving(own)
+
+
+class RoundedWeights:
+    """The weights of a model that a copy of ``rounded_copy`` holds as codes, to round them again when they change."""
+
+    def __init__(self, model: PreTrainedModel, rounded: PreTrainedModel, quantization: str) -> None:
+        self._codes: list[tuple[WeightToRound, PackedModule]] = []
+        for name, packed in rounded.named_modules():
+            if isinstance(packed, PackedExperts):
+                owner, _, attribute = name.rpartition(".")
+                weight = WeightToRound(name, model.get_submodule(owner), attribute, ROUNDINGS[quantization])
+            elif isinstance(packed, QuantizedLinear):
+                linear = model.get_submodule(name)
+                weight = WeightToRound(f"{name}.weight", linear, "weight", _rounding_of(model, linear, quantization))
+            else:
+                continue
+            self._codes.append((weight, packed))
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The model's present parameters."""
+        return [weight.parameter for weight, _ in self._codes]
+
+    @torch.inference_mode()
+    def round_again(self) -> None:
+        """Write the codes of the model's present weights to where a program or a graph reads those of the copy.
+
+        Raises ConfigError if a weight has numbers that cannot be rounded; some codes may be new then.
+        """
+        for weight, module in self._codes:
+            present = weight.rounded(weight.parameter)
+            for held, new in zip(module.packed.tensors, present.tensors, strict=True):
+                held.copy_(new)
 
 
 def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:

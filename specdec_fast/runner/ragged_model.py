@@ -438,6 +438,15 @@ class RaggedModel:
             self._in_training = check_repeats(self.model, self._probe_logits, self._in_training)
         if self.graphs is not None:
             self.graphs.expect_same_weights()
+        self.expect_program_of_weights()
+
+    def expect_program_of_weights(self) -> None:
+        """Check that its program, if it has one, would see all changes of the model; any thread may call.
+
+        Raises:
+            UnsupportedModelError: a change that it would not see.
+
+        """
         change = self._watch.change() if self.has_program and self._watch is not None else None
         if change is not None:
             raise UnsupportedModelError(

@@ -116,6 +116,10 @@ class AsyncEngine:
         """Return the present requests and KV pages, and the counts of all requests so far; any thread may call."""
         return self._worker.stats()
 
+    def sync_weights(self) -> None:
+        """See ``Engine.sync_weights``; any thread may call, with or without an event loop."""
+        self.engine.sync_weights()
+
     def add_observer(self, observer: Observer) -> None:
         """Call a function with the RequestRecord of every request that was served and has ended.
 

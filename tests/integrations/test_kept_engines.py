@@ -15,6 +15,7 @@ from specdec_fast.integrations.transformers import custom_generate
 from support.grids import grid
 from support.models import tiny_model
 from support.padded import padded
+from support.self_draft import codes_of
 
 BATCH = padded([[3, 17, 5, 9, 3], [41, 4]], pad=0)
 LIMIT = {"max_new_tokens": 12, "pad_token_id": 0}
@@ -108,7 +109,8 @@ def test_rounded_copies_follow_the_weights():
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
     assert decoded(model, draft="self") == model.generate(**BATCH, **LIMIT).tolist()
-    assert engine_of(model) is not first
+    assert engine_of(model) is first
+    assert codes_of(first) == codes_of(sd.Engine(model, "self"))
 
 
 @pytest.mark.grid

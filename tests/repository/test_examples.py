@@ -133,3 +133,12 @@ def test_notebook(monkeypatch, capsys):
     names["plt"].close("all")
     assert [names["first"][index] for index in range(len(names["PROMPTS"]))] == names["emitted"]
     assert len(set(names["num_accepted"])) > 1, "the pictures should show sequences that differ"
+
+
+@pytest.mark.grid
+@pytest.mark.filterwarnings("ignore")  # of TRL, about its experimental features
+def test_grpo(capsys):
+    pytest.importorskip("trl", reason="the extra rl is not installed")
+    status = load("grpo.py")["main"](["--steps", "2", "--drafts", "model,self"])
+    assert status == 0
+    assert capsys.readouterr().out.count("the same completions, the same weights after 2 steps") == 2

@@ -1,4 +1,4 @@
-"""A drafter that shares the target's KV pages: an unrounded copy of a target, and NaN behind all committed entries."""
+"""A drafter that shares the target's KV pages: an unrounded copy, its codes, and NaN behind all committed entries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import torch
 
 from specdec_fast.drafters.self_draft.drafter import SelfDrafter
+from specdec_fast.models.quantized_linears import PackedModule
 from support.invariants import slots_of
 
 
@@ -54,3 +55,10 @@ class Poisoned:
         keep[owned] = True
         for tensor in pool.tensors:
             tensor.flatten(2, 3)[:, :, ~keep] = float("nan")
+
+
+def codes_of(engine):
+    """Return the numbers of a copy's codes and scales by name."""
+    modules = engine.drafter.model.model.named_modules()
+    packed = {name: module.packed.tensors for name, module in modules if isinstance(module, PackedModule)}
+    return {name: [tensor.tolist() for tensor in tensors] for name, tensors in packed.items()}

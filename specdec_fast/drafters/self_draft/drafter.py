@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.model_watch import Numbers
 from specdec_fast.models.probe import named_failures
 from specdec_fast.models.quantized_linears import quantized_linears
-from specdec_fast.models.rounded_models import rounded_copy
+from specdec_fast.models.rounded_models import RoundedWeights, rounded_copy
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.graphs import described
@@ -33,6 +34,8 @@ class SelfDrafter(Drafter):
     ``target_kv_length`` on, those of the last committed token and of the draft tokens. The verification of the same
     step computes these positions itself, and overwrites them (I2). So a sequence needs neither admission nor a prefill,
     and rejection costs nothing.
+
+    If the target's weights have changed when a run begins, or ``sync_weights`` says so, they are rounded again.
 
     Attributes:
         quantization: how the linears are rounded, a name in ``quantization.rounding.ROUNDINGS``.
@@ -60,6 +63,9 @@ class SelfDrafter(Drafter):
             raise NotYetSupportedError(f"draft={self.name!r}: the copy of {target.name} has other KV entries than it.")
         model.use_graphs(Limits(config.max_batch_size, 1, config.most_draft_tokens))
         self.model = model
+        self._rounded = RoundedWeights(target.model, module, self.quantization)
+        self._numbers = Numbers(self._rounded.sources)  # of the weights that are rounded
+        self._is_stale = False  # set by any thread
         self._pool: PagePool | None = None
         shared = storage_bytes(weights_of(target.model))
         self._own_bytes = sum(size for address, size in storage_bytes(self.weights()).items() if address not in shared)
@@ -104,14 +110,31 @@ class SelfDrafter(Drafter):
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         self.model.expect_same_weights()
+        if self._is_stale or Numbers(self._rounded.sources) != self._numbers:
+            self._round_again()
+
+    def sync_weights(self) -> None:
+        self._is_stale = True
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         assert self._pool is not None, "use_target_pool() has not been called"
+        if self._is_stale:
+            self._round_again()
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
         kv_lengths = [sequence.target_kv_length for sequence in drafting]
         counts = list(drafting.values())
         token_ids = self.model.draft_step(self._pool, list(drafting), kv_lengths, counts, self.model.vocab_size)
         return Draft(token_ids, list(limits))
+
+    def _round_again(self) -> None:
+        self._is_stale = False  # first, so that a thread that sets it meanwhile is not overlooked
+        numbers = Numbers(self._rounded.sources)
+        try:
+            self._rounded.round_again()
+        except ConfigError as error:
+            self._is_stale = True
+            raise ConfigError(f"draft={self.name!r}: {error}") from error
+        self._numbers = numbers
 
     def _copied(self, model: PreTrainedModel) -> PreTrainedModel:
         try:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig, as_config
 from specdec_fast.engine.engine import Engine
 from specdec_fast.errors import ConfigError, UnsupportedModelError
-from specdec_fast.model_watch import Numbers, Watch
+from specdec_fast.model_watch import Watch
 
 _PLACE = "_specdec_fast_engine"  # the attribute of a model that has its engine
 _MOST_ROWS = 64  # of a step, unless the caller has a config; more rows are decoded as a window
@@ -45,7 +45,6 @@ class _Kept:
     config: EngineConfig  # that was asked for, but for ``max_batch_size``
     watches: list[Watch]
     states: list[str | None]  # what each watch said then: a model may have hooks, with which PyTorch runs it
-    copied: Numbers | None  # of weights of which the drafter has rounded copies; None if it has none
 
     def serves(self, model: PreTrainedModel, drafting: Drafting, config: EngineConfig, num_rows: int) -> bool:
         """Return whether it is what a call asks for, and its models are as they were."""
@@ -57,9 +56,7 @@ class _Kept:
             or num_rows > self.engine.config.max_batch_size
         ):
             return False
-        if [watch.change() for watch in self.watches] != self.states:
-            return False
-        return self.copied is None or self.copied == Numbers(self.engine.target.model.parameters())
+        return [watch.change() for watch in self.watches] == self.states
 
 
 class KeptEngine:
@@ -102,7 +99,7 @@ class KeptEngine:
         The engine checks its models when a call begins, and refuses changes that the watches do not see (of numbers
         that its programs have copied). Then nothing has been decoded yet, and it is made again.
         """
-        asked, num_rows = _asked(config, num_draft_tokens, num_rows)
+        asked, num_rows = asked_config(config, num_draft_tokens, num_rows)
         engine, is_new = self._engine(model, drafting, asked, num_rows)
         try:
             return decode(engine)
@@ -124,10 +121,8 @@ class KeptEngine:
             config_of_rows = replace(config, max_batch_size=num_rows, device=model.device)
             engine = Engine(model, draft, config_of_rows, **tokenizers)
             modules = [model, draft] if isinstance(draft, nn.Module) else [model]
-            has_copies = isinstance(draft, str) and draft.partition(":")[0] == "self"
-            copied = Numbers(model.parameters()) if has_copies else None
             watches = [Watch(module, ()) for module in modules]
-            self._kept = _Kept(engine, drafting, config, watches, [watch.change() for watch in watches], copied)
+            self._kept = _Kept(engine, drafting, config, watches, [watch.change() for watch in watches])
             return engine, True
 
     def _forget(self, engine: Engine) -> None:
@@ -136,8 +131,8 @@ class KeptEngine:
                 self._kept = None
 
 
-def _asked(config: EngineConfig | None, num_draft_tokens: Any, num_rows: int) -> tuple[EngineConfig, int]:
-    """Return the config of a call, and the rows of a step that its engine must have.
+def asked_config(config: EngineConfig | None, num_draft_tokens: Any, num_rows: int) -> tuple[EngineConfig, int]:
+    """Return the config of a call with so many rows, and the rows of a step that its engine must have.
 
     Raises ConfigError if the config would move or change the model, or K is in both.
     """
