@@ -147,7 +147,7 @@ SPECDEC_INLINE void add_word(const Codes& codes, const Words (&words)[kP * kPane
     for (int p = 0; p < kP * kPanelVectors; ++p) values[p] = codes.template values<code_of<Codes>(kInput)>(words[p]);
     for (int r = 0; r < kR; ++r) {
       const Vector input = splat(inputs[r * stride + kInput]);
-      for (int p = 0; p < kP * kPanelVectors; ++p) sums[kInput % 2][r][p] = multiply_add(values[p], input, sums[kInput % 2][r][p]);
+      for (int p = 0; p < kP * kPanelVectors; ++p) sums[kInput % 2][r][p] = multiply_add(input, values[p], sums[kInput % 2][r][p]);
     }
   };
   (add(std::integral_constant<int, kInputs>()), ...);
