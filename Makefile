@@ -12,8 +12,8 @@ PIP := $(VENV)/bin/pip install --no-compile --quiet --disable-pip-version-check 
 CLIENTS_PIP := .venv-clients/bin/pip install --quiet --disable-pip-version-check
 BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-rest test-all test-oldest test-newest test-clients lint report docs sanitize bench soak exactness sweep \
-  gpu-check dist dist-check clean
+.PHONY: demo test test-rest test-all test-oldest test-newest test-clients lint report docs sanitize compilers bench soak exactness \
+  sweep gpu-check dist dist-check clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/specdec-fast demo
@@ -42,6 +42,11 @@ docs: $(VENV)/.installed-docs
 # The C++ ops under ASan and UBSan, in a build of their own; four minutes.
 sanitize: $(VENV)/.installed-dev
 	$(VENV)/bin/python tools/sanitize.py
+
+# Whether a row's bits depend on its batch, in builds of csrc/ by every compiler that is found, and with flags that change
+# what GCC does: some six minutes for each (COMPILERS="g++-13 clang++-16" takes only these).
+compilers: $(VENV)/.installed-dev
+	$(VENV)/bin/python tools/compilers.py $(COMPILERS)
 
 # The tables of bench/README.md; takes some twenty minutes, and wants the machine for itself.
 bench: $(VENV)/.installed-bench

@@ -146,8 +146,9 @@ void realign_kv(const std::vector<std::uintptr_t>& addresses, std::array<std::in
 using Recurrent = std::pair<std::array<std::int64_t, 2>, std::array<std::uintptr_t, 5>>;
 
 specdec::RecurrentRows recurrent_rows(const Recurrent& batch) {
-  const auto& [sizes, arrays] = batch;
-  const auto array = [&](int i) { return pointer<const std::int32_t>(arrays[static_cast<std::size_t>(i)]); };
+  const auto& sizes = batch.first;
+  const auto& arrays = batch.second;
+  const auto array = [&arrays](int i) { return pointer<const std::int32_t>(arrays[static_cast<std::size_t>(i)]); };
   return {sizes[0], sizes[1], array(0), array(1), array(2), array(3), array(4)};
 }
 

@@ -33,7 +33,7 @@ FLAGS = (
 )
 
 CALL = """
-import tools.sanitized_extension
+import tools.other_extension
 import torch
 from specdec_fast.ops import resolve
 
@@ -78,8 +78,9 @@ def environment(compiler: list[str], threads: int) -> dict[str, str]:
         "LD_PRELOAD": " ".join(library(compiler, name) for name in ("libasan.so", "libstdc++.so")),
         "ASAN_OPTIONS": "detect_leaks=0",  # CPython and torch free much only by ending
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "SPECDEC_SANITIZED": str(FOLDER / "specdec_fast"),
-        "SPECDEC_SANITIZED_THREADS": str(threads),
+        "SPECDEC_OTHER_EXTENSION": str(FOLDER / "specdec_fast"),
+        "SPECDEC_OTHER_CONTAINS": "__asan_init",
+        "SPECDEC_OTHER_THREADS": str(threads),
     }
 
 
@@ -96,7 +97,7 @@ def check_faults(env: dict[str, str]) -> None:
 def run_tests(env: dict[str, str], select: str) -> None:
     """Run the tests whose names fit ``select``; exit if any fails."""
     # --capture=sys: a report goes to the file descriptor, and what pytest has captured there is lost on an abort
-    options = ("-p", "tools.sanitized_extension", "-p", "no:cacheprovider", "--capture=sys")
+    options = ("-p", "tools.other_extension", "-p", "no:cacheprovider", "--capture=sys")
     tests = (f"tests/{name}.py" for name in TESTS)
     command = [sys.executable, "-m", "pytest", *options, "-k", select, *tests]
     code = subprocess.run(command, env=env, cwd=ROOT, check=False).returncode

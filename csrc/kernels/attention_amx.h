@@ -120,7 +120,7 @@ SPECDEC_INLINE void fold_pairs(const PagedAttentionArgs& args, Scratch& scratch,
                     {scratch.keys.data() + j, kTile}, {0, args.head_dim / 2});
     }
   }
-  weigh<Product>(args, scratch, rows, tile, begin, end);
+  weigh_many<Product>(args, scratch, rows, tile, begin, end);
   invalidate(args, scratch, rows, tile, begin, end, broken);
   alignas(64) float products[2 * kTileHeight * 2 * kTileColumns];
   for (std::int64_t i = begin; i < end; i += 2 * height) {
@@ -135,7 +135,7 @@ SPECDEC_INLINE void fold_pairs(const PagedAttentionArgs& args, Scratch& scratch,
         float* sums = scratch.accumulated.data() + (i + row) * scratch.columns + d;
         for (std::int64_t c = 0; c < columns; c += kLanes) {
           const Vector before = load_as<Vector>(sums + c), added = load_as<Vector>(products + row * 2 * kTileColumns + c);
-          store_as(sums + c, added + before * scratch.rescale[i + row]);
+          store_as(sums + c, multiply_add(before, splat(scratch.rescale[i + row]), added));
         }
       }
     }

@@ -5,10 +5,9 @@
 #include "kernels/amx_tiles.h"
 #include "kernels/attention_task.h"
 #include "kernels/exponential.h"
+#include "kernels/intrinsics.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
-#include <immintrin.h>
-
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,avx512bf16")
 #define SPECDEC_ISA attention_avx512_bf16

@@ -144,7 +144,7 @@ SPECDEC_INLINE bool value_block(Matrix sums, const float* factor, Matrix weights
     for (int v = 0; v < kCount; v += Unit::kCount) {
       Vector before[Unit::kCount];
       Unit::load_sums(to + v * kLanes, before);
-      for (int u = 0; u < Unit::kCount; ++u) added[i][v + u] += before[u] * factor[i];
+      for (int u = 0; u < Unit::kCount; ++u) added[i][v + u] = multiply_add(before[u], splat(factor[i]), added[i][v + u]);
       Unit::store_sums(to + v * kLanes, added[i] + v);
     }
   }

@@ -38,7 +38,7 @@ SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, 
       }
     });
   }
-  weigh<Product>(args, scratch, rows, tile, begin, end);
+  weigh_many<Product>(args, scratch, rows, tile, begin, end);
   invalidate(args, scratch, rows, tile, begin, end, broken);
   for (std::int64_t d = 0; d < scratch.columns; d += kColumns) {
     const std::int64_t vectors = std::min(scratch.columns - d, kColumns) / kLanes;
@@ -51,9 +51,9 @@ SPECDEC_INLINE void fold_tile(const PagedAttentionArgs& args, Scratch& scratch, 
   }
 }
 
-// The same for few vectors, whose products read the tile where it is stored.
+// The same for few vectors, whose products read the tile where it is stored. Not inlined, for the reason of weigh_many.
 template <typename Type, typename Product>
-SPECDEC_INLINE void fold_few(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t first,
+__attribute__((noinline)) void fold_few(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t first,
                              Tile<Type, Product>& tile, const Tile<Type, Product>& next) {
   const std::int64_t group = args.num_heads / args.num_kv_heads, in_tile = first - tile.begin;
   const auto [first_row, end_row] = rows_that_see(args, rows, rows.num_vectors / group, in_tile);

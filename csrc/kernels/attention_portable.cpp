@@ -5,6 +5,7 @@
 #include "kernels/amx_tiles.h"
 #include "kernels/attention_task.h"
 #include "kernels/exponential.h"
+#include "kernels/intrinsics.h"
 
 #define SPECDEC_ISA attention_portable
 #define SPECDEC_LANES 4

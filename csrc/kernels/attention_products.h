@@ -38,7 +38,7 @@ SPECDEC_INLINE void product_block(Matrix c, Start start, const float* factor, Ma
     for (int v = 0; v < kCount; ++v) {
       float* to = c.data + i * c.stride + v * kLanes;
       if (start == Start::kSum) sums[i][v] += load_as<Vector>(to);
-      if (start == Start::kScaled) sums[i][v] += load_as<Vector>(to) * factor[i];
+      if (start == Start::kScaled) sums[i][v] = multiply_add(load_as<Vector>(to), splat(factor[i]), sums[i][v]);
       store_as(to, sums[i][v]);
     }
   }

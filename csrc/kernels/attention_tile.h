@@ -17,7 +17,7 @@ struct Singles {
   using Word = float;
   static constexpr std::int64_t kNumbers = 1;  // in a word
   static constexpr bool kTiles = false;
-  SPECDEC_INLINE static Vector add(Vector sum, Word weight, Vector operand) { return sum + weight * operand; }
+  SPECDEC_INLINE static Vector add(Vector sum, Word weight, Vector operand) { return multiply_add(splat(weight), operand, sum); }
 };
 
 #ifdef SPECDEC_DOT_BF16

@@ -25,9 +25,9 @@ SPECDEC_INLINE Quad fold(Vector lanes) {
 // The sums over the lanes of four vectors, side by side.
 SPECDEC_INLINE Quad sums_of(Quad a, Quad b, Quad c, Quad d) {
   const QuadIndex even = {0, 4, 2, 6}, odd = {1, 5, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
-  const Quad ab = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
-  const Quad cd = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
-  return __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
+  const Quad ab = shuffled(a, b, even) + shuffled(a, b, odd);
+  const Quad cd = shuffled(c, d, even) + shuffled(c, d, odd);
+  return shuffled(ab, cd, low) + shuffled(ab, cd, high);
 }
 
 #if SPECDEC_LANES == 16

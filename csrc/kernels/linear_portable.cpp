@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "kernels/amx_tiles.h"
+#include "kernels/intrinsics.h"
 #include "kernels/linear_work.h"
 
 #define SPECDEC_ISA linear_portable

@@ -2,11 +2,10 @@
 #include <cstring>
 
 #include "kernels/conversions.h"
+#include "kernels/intrinsics.h"
 #include "kernels/linear_transposed_work.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
-#include <immintrin.h>
-
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,avx512bf16")
 #define SPECDEC_ISA transposed_avx512_bf16

@@ -41,9 +41,8 @@ struct Single {
   // Brings vectors from the order in which `load` returns them to the order of their outputs.
   template <int kVectors>
   SPECDEC_INLINE static void sort(Vector*) {}
-  // Subtracting 0 keeps -0; adding it would not.
-  SPECDEC_INLINE static Vector broadcast(const float* unit) { return *unit - Vector{}; }
-  SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return sum + input * weight; }
+  SPECDEC_INLINE static Vector broadcast(const float* unit) { return splat(*unit); }
+  SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return multiply_add(input, weight, sum); }
 };
 
 #ifdef SPECDEC_DOT_BF16
@@ -71,8 +70,8 @@ struct Paired {
   SPECDEC_INLINE static void sort(Vector* vectors) {
     const Words first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
     for (int v = 0; v + 1 < kVectors; v += 2) {
-      const Vector low = __builtin_shuffle(vectors[v], vectors[v + 1], first);
-      vectors[v + 1] = __builtin_shuffle(vectors[v], vectors[v + 1], first + 8);
+      const Vector low = shuffled(vectors[v], vectors[v + 1], first);
+      vectors[v + 1] = shuffled(vectors[v], vectors[v + 1], first + 8);
       vectors[v] = low;
     }
   }

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "kernels/conversions.h"
+#include "kernels/intrinsics.h"
 #include "kernels/linear_transposed_work.h"
 
 #define SPECDEC_ISA transposed_portable

@@ -2,11 +2,10 @@
 #include <cstring>
 
 #include "kernels/conversions.h"
+#include "kernels/intrinsics.h"
 #include "kernels/linear_transposed_work.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
-#include <immintrin.h>
-
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define SPECDEC_ISA transposed_x86_64_v3

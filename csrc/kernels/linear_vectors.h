@@ -9,9 +9,8 @@
 
 // Units of one fp32 number.
 struct Single {
-  SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return sum + input * weight; }
-  // A loop over lanes would take an instruction per lane. Subtracting 0 keeps -0; adding it would not.
-  SPECDEC_INLINE static Vector broadcast(const float* unit) { return *unit - Vector{}; }
+  SPECDEC_INLINE static Vector add(Vector sum, Vector input, Vector weight) { return multiply_add(input, weight, sum); }
+  SPECDEC_INLINE static Vector broadcast(const float* unit) { return splat(*unit); }
 };
 
 // Units of numbers that are widened to fp32.

@@ -4,6 +4,10 @@
 
 #include <cstdlib>  // defines __GLIBC__ where it is the C library
 
+#ifdef __FAST_MATH__
+#error "specdec_fast: -ffast-math and -Ofast reorder sums, and a row would have other bits in another batch; leave them out"
+#endif
+
 #define SPECDEC_INLINE inline __attribute__((always_inline))
 
 #if !defined(__x86_64__) || !defined(__GLIBC__) || !defined(__GNUC__) || defined(__clang__) || \

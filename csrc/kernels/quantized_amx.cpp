@@ -4,11 +4,10 @@
 #include <utility>
 
 #include "kernels/amx_tiles.h"
+#include "kernels/intrinsics.h"
 #include "kernels/quantized_work.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
-#include <immintrin.h>
-
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4")
 #define SPECDEC_ISA quantized_amx

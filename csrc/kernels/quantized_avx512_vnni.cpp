@@ -3,11 +3,10 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernels/intrinsics.h"
 #include "kernels/quantized_work.h"
 
 #ifdef SPECDEC_X86_64_LEVELS
-#include <immintrin.h>
-
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,avx512vnni")
 #define SPECDEC_ISA quantized_avx512_vnni

@@ -14,8 +14,6 @@ constexpr int code_of(int input) {
 
 SPECDEC_INLINE Vector as_vector(Words bits) { return reinterpret_cast<Vector>(bits); }
 
-typedef std::int32_t Integers __attribute__((vector_size(kLanes * sizeof(std::int32_t))));
-
 struct Int8Codes {
   static constexpr int kCodes = 4;
   static constexpr int input_of(int n) { return n; }

@@ -129,8 +129,8 @@ SPECDEC_INLINE void add_block(const Tile& tile, std::int64_t block, const Vector
       const Vector scale = load_vector(tile.scales + at);
       for (int r = 0; r < kR; ++r) {
         float* to = tile.totals + r * tile.total_stride + p * kPanelOutputs + v * kLanes;
-        Vector total = load_vector(to) + scale * sums[r][p * kPanelVectors + v];
-        if (tile.mins != nullptr) total += load_vector(tile.mins + at) * input_sums[r * tile.row_blocks];
+        Vector total = multiply_add(scale, sums[r][p * kPanelVectors + v], load_vector(to));
+        if (tile.mins != nullptr) total = multiply_add(load_vector(tile.mins + at), splat(input_sums[r * tile.row_blocks]), total);
         store_as(to, total);
       }
     }
@@ -146,8 +146,8 @@ SPECDEC_INLINE void add_word(const Codes& codes, const Words (&words)[kP * kPane
     Vector values[kP * kPanelVectors];
     for (int p = 0; p < kP * kPanelVectors; ++p) values[p] = codes.template values<code_of<Codes>(kInput)>(words[p]);
     for (int r = 0; r < kR; ++r) {
-      const float input = inputs[r * stride + kInput];
-      for (int p = 0; p < kP * kPanelVectors; ++p) sums[kInput % 2][r][p] += values[p] * input;
+      const Vector input = splat(inputs[r * stride + kInput]);
+      for (int p = 0; p < kP * kPanelVectors; ++p) sums[kInput % 2][r][p] = multiply_add(input, values[p], sums[kInput % 2][r][p]);
     }
   };
   (add(std::integral_constant<int, kInputs>()), ...);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/amx_tiles.h"
+#include "kernels/intrinsics.h"
 #include "kernels/quantized_work.h"
 
 #define SPECDEC_ISA quantized_portable

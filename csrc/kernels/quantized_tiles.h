@@ -65,8 +65,8 @@ void add_tile(Product& product, const TileOperands& tile, TileSums<typename Prod
         for (int r = 0; r < kTileHeight; ++r) {
           Vector sum = Product::load(own[r] + v * kLanes);
           if constexpr (Product::kHasSteps) sum *= tile.steps[block * kTileHeight + r];
-          totals[r][v] += scale * sum;
-          if constexpr (kHasMins) totals[r][v] += minimum * input_sums[r];
+          totals[r][v] = multiply_add(scale, sum, totals[r][v]);
+          if constexpr (kHasMins) totals[r][v] = multiply_add(minimum, splat(input_sums[r]), totals[r][v]);
         }
       }
     }

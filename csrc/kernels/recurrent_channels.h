@@ -8,6 +8,8 @@ namespace SPECDEC_ISA {
 
 #include "kernels/vectors.h"
 
+#include "kernels/vector_exponential.h"
+
 constexpr int kVectors = 4;  // that a block of channels fills
 constexpr std::int64_t kBlock = kVectors * kLanes;
 

@@ -5,19 +5,24 @@ namespace SPECDEC_ISA {
 
 constexpr std::int64_t kConvBlock = 16 * kBlock;  // so many that a task reads runs of memory of its rows
 
-// One row's outputs: `total` holds the bias. Of `inputs`, a ring, `oldest` is the place of the first.
+// One row's outputs, in whole vectors: `total` holds the bias. Of `inputs`, a ring, `oldest` is the place of the first.
 SPECDEC_INLINE void convolve(const float* __restrict weight, const float* __restrict inputs, std::int64_t oldest,
                              std::int64_t kernel, std::int64_t width, float* __restrict total) {
-  for (std::int64_t j = 0; j < kernel; ++j) {
-    const std::int64_t place = oldest + j < kernel ? oldest + j : oldest + j - kernel;
-    const float* __restrict input = inputs + place * kConvBlock;
-    const float* __restrict factor = weight + j * kConvBlock;
-    for (std::int64_t i = 0; i < width; ++i) total[i] += factor[i] * input[i];
+  for (std::int64_t i = 0; i < width; i += kLanes) {
+    Vector sum = load_vector(total + i);
+    for (std::int64_t j = 0, place = oldest; j < kernel; ++j) {
+      sum = multiply_add(load_vector(weight + j * kConvBlock + i), load_vector(inputs + place * kConvBlock + i), sum);
+      place = place + 1 < kernel ? place + 1 : 0;
+    }
+    store_as(total + i, sum);
   }
 }
 
 SPECDEC_INLINE void apply_silu(float* __restrict numbers, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) numbers[i] = numbers[i] / (1.0f + exp_of(-numbers[i]));
+  for (std::int64_t i = 0; i < count; i += kLanes) {
+    const Vector x = load_vector(numbers + i);
+    store_as(numbers + i, x / (1.0f + exp_of(-x)));
+  }
 }
 
 template <typename Format>
@@ -31,9 +36,9 @@ void conv_task(const ConvRowsArgs& args, const ChannelBlock& block, float* scrat
   float* bias = inputs + kernel * kConvBlock;       // [kConvBlock]
   float* total = bias + kConvBlock;                 // [kConvBlock]
   std::memset(scratch, 0, static_cast<std::size_t>(scratch_of(args, kConvBlock)) * sizeof(float));
-  for (std::int64_t i = 0; i < block.width; ++i) {
-    const Storage* own = as<Storage>(args.weight) + (block.first + i) * kernel;
-    for (std::int64_t j = 0; j < kernel; ++j) weight[j * kConvBlock + i] = Format::load(own[j]);
+  for (std::int64_t j = 0; j < kernel; ++j) {  // stores side by side: those of a channel would share a set of the cache
+    const Storage* own = as<Storage>(args.weight) + block.first * kernel + j;
+    for (std::int64_t i = 0; i < block.width; ++i) weight[j * kConvBlock + i] = Format::load(own[i * kernel]);
   }
   if (args.bias) load_numbers<Format>(as<Storage>(args.bias) + block.first, bias, block.width);
   Storage* state = static_cast<Storage*>(args.state) + rows.slot * args.num_places * args.channels + block.first;

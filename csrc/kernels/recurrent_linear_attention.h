@@ -52,7 +52,7 @@ class ChannelSums {
   SPECDEC_INLINE void begin_run() {
     for (int v = 0; v < kVectors; ++v) run_[v] = Vector{};
   }
-  SPECDEC_INLINE void add(int v, Vector left, float right) { run_[v] = run_[v] + left * right; }
+  SPECDEC_INLINE void add(int v, Vector left, float right) { run_[v] = multiply_add(left, splat(right), run_[v]); }
   SPECDEC_INLINE void end_run() {
     for (int v = 0; v < kVectors; ++v) total_[v] = total_[v] + run_[v];
   }
@@ -83,7 +83,7 @@ SPECDEC_INLINE void advance(const AttentionScratch& own, std::int64_t key_dim, b
       const float decay = decays[k], key = keys[k], query = queries[k];
       for (int v = 0; v < kVectors; ++v) {
         float* place = state + k * kBlock + v * kLanes;
-        const Vector next = decay * load_vector(place) + key * change[v];
+        const Vector next = multiply_add(splat(key), change[v], decay * load_vector(place));
         store_as(place, next);
         read.add(v, next, query);
       }

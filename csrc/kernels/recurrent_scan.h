@@ -14,17 +14,22 @@ struct ScanRow {
 // Advances the state by one row, and reads it.
 SPECDEC_INLINE void scan_row(const ScanRow& row, const float* __restrict a, std::int64_t state_dim,
                              float* __restrict state, float* __restrict out) {
-  float change[kBlock], read[kBlock] = {};
-  for (int i = 0; i < kBlock; ++i) change[i] = row.dt[i] * row.x[i];
+  Vector dt[kVectors], change[kVectors], read[kVectors] = {};
+  for (int v = 0; v < kVectors; ++v) {
+    dt[v] = load_vector(row.dt + v * kLanes);
+    change[v] = dt[v] * load_vector(row.x + v * kLanes);
+  }
   for (std::int64_t n = 0; n < state_dim; ++n) {
     const float b = row.b[n], c = row.c[n];
-    for (int i = 0; i < kBlock; ++i) {
-      const float next = exp_of(row.dt[i] * a[n * kBlock + i]) * state[n * kBlock + i] + change[i] * b;
-      state[n * kBlock + i] = next;
-      read[i] += next * c;
+    for (int v = 0; v < kVectors; ++v) {
+      const std::int64_t at = n * kBlock + v * kLanes;
+      const Vector decay = exp_of(dt[v] * load_vector(a + at));
+      const Vector next = multiply_add(decay, load_vector(state + at), change[v] * b);
+      store_as(state + at, next);
+      read[v] = multiply_add(next, splat(c), read[v]);
     }
   }
-  copy_numbers(read, out, kBlock);
+  for (int v = 0; v < kVectors; ++v) store_as(out + v * kLanes, read[v]);
 }
 
 template <typename Format>

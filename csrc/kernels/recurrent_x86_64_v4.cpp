@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "kernels/exponential.h"
+#include "kernels/intrinsics.h"
 #include "kernels/recurrent_work.h"
 
 #ifdef SPECDEC_X86_64_LEVELS

@@ -41,8 +41,8 @@ SPECDEC_INLINE void exchange(Vector& a, Vector& b) {
     low[j] = (j & kHalf) == 0 ? j : kLanes + j - kHalf;
     high[j] = (j & kHalf) == 0 ? j + kHalf : kLanes + j;
   }
-  const Vector first = __builtin_shuffle(a, b, low);
-  b = __builtin_shuffle(a, b, high);
+  const Vector first = shuffled(a, b, low);
+  b = shuffled(a, b, high);
   a = first;
 }
 

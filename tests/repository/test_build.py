@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -85,6 +87,34 @@ def test_a_changed_source_is_compiled_alone(checkout):
 def test_a_changed_header_compiles_the_sources_that_include_it(checkout):
     (checkout.root / "csrc/ops/answer.h").write_text("int answer();  // of everything\n")
     assert checkout.build() == {"bindings.o", "ops/answer.o"}
+
+
+@pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="-mfma is a flag for x86")
+def test_no_flag_lets_the_compiler_fuse_products_and_sums(checkout):
+    """(1 + e)(1 - e) - 1 is -e^2, unless the product is rounded first, to 1."""
+    source, before = checkout.root / "csrc/ops/answer.cpp", checkout.answer()
+    original = source.read_text()
+    source.write_text(
+        '#include "ops/answer.h"\n'
+        "float e = 0x1p-13f, one = 1.0f;\n"
+        "int answer() { return (one + e) * (one - e) - one < 0.0f; }\n"
+    )
+    try:
+        checkout.build(SPECDEC_CXXFLAGS="-O2 -mfma -ffp-contract=fast")
+        assert checkout.answer() == "0"
+    finally:
+        source.write_text(original)
+        checkout.build()
+    assert checkout.answer() == before
+
+
+def test_flags_that_reorder_sums_are_refused():
+    header = ROOT / "csrc/kernels/multiversion.h"
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-x", "c++", "-std=c++17", "-fsyntax-only", str(header)]
+    refused = subprocess.run([*command, "-ffast-math"], capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "reorder sums" in refused.stderr
+    subprocess.run([*command, "-O3"], check=True)
 
 
 @pytest.mark.grid
