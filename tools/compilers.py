@@ -20,7 +20,7 @@ NAMES = [
     *("g++", "clang++"),
     *(f"{name}-{version}" for name in ("g++", "clang++") for version in range(11, 23)),
 ]
-# Of the first GCC: what GCC 13 does to vectors of 256 bits, for those of 512 bits too; other code around each sum.
+# Of the first GCC: products are fused in some loops only, as some tunings do; other code around each sum.
 FLAGS = ("--param=avoid-fma-max-bits=512", "-O2 -fno-tree-slp-vectorize", "-O1")
 TESTS = (
     *("ops/test_ops", "ops/test_instruction_sets", "ops/test_recurrent_rows", "ops/test_quantized_linear"),
