@@ -19,9 +19,9 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
-# GCC may fuse a * b + c by default, and its tuning decides where. With the parameter avoid-fma-max-bits, which
-# some tunings set, it does not where a loop adds to one vector, and does where it adds to several. Then a row has other bits alone than in a batch.
-# So nothing is fused but where the source says so (multiply_add in csrc/kernels/vectors.h).
+# GCC may fuse a * b + c by default, and its tuning decides where. With the parameter avoid-fma-max-bits, which some
+# tunings set, it does not where a loop adds to one vector, and does where it adds to several. Then a row has other bits
+# alone than in a batch. So nothing is fused but where the source says so (multiply_add in csrc/kernels/vectors.h).
 EXACT = "-ffp-contract=off"
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
 
