@@ -186,7 +186,7 @@ def reduce_piece(
         full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_begin, BLOCK_N) * BLOCK_N), full_stop)
     sums, maximum, total = empty_state(BLOCK_M, BLOCK_V)
     WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0  # a tile of KV lies in one page
-    if WINDOWED or TREE:
+    if WINDOWED or TREE or queries.dtype == tl.float32:
         # Phase 0: the edge of the window and the entries that every row sees. Then the newest, in a tree run by run.
         position = row_position
         path = paths
@@ -211,7 +211,8 @@ def reduce_piece(
                 CHUNKED, ON_PATH=False, WHOLE=WHOLE and SPLIT and not TREE, PARTIAL=False,
             )  # fmt: skip
     else:
-        # Apart from the phases, because there the wgmma instructions of Hopper would wait for one another.
+        # Apart from the phases, because there the wgmma instructions of Hopper would wait for one another. Products of
+        # fp32, which are none of these, spill registers here if a program computes all pieces.
         for part in tl.static_range(2):
             sums, maximum, total = _fold(
                 sums, maximum, total, full_stop if part else start, stop if part else full_stop,

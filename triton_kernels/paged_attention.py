@@ -182,8 +182,7 @@ def _with(launch: Launch, **flags: int) -> Launch:
     constexprs = {**launch.constexprs, **flags}
     stages = launch.num_stages
     if not constexprs["SPLIT"]:
-        most = 1 if constexprs.get("TREE") else 2 if constexprs.get("WINDOWED") else stages
-        stages = min(stages, most)
+        stages = 1 if constexprs.get("TREE") or constexprs.get("WINDOWED") else stages
     return replace(launch, constexprs=constexprs, num_stages=stages)
 
 
