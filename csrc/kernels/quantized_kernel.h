@@ -20,9 +20,6 @@ constexpr int panels_of_rows(int rows) {
   return SPECDEC_LANES == 16 ? (rows <= 2 ? 4 : 2) : SPECDEC_LANES == 8 ? (rows == 1 ? 2 : 1) : 1;
 }
 
-// The words of a panel's codes that are fetched ahead: a kilobyte, more than a thread reads in the time that memory takes.
-constexpr std::int64_t kWordsAhead = 256;
-
 // Blocks [first, last) of the task, whose scales have been converted.
 struct Blocks {
   std::int64_t first, last;
@@ -60,11 +57,28 @@ SPECDEC_INLINE void convert_panel<HalfScale>(const HalfScale::Storage* from, flo
 }
 #endif
 
+// The group of block after block. A division for each block would take longer than the conversion of its scales.
+class BlockGroup {
+ public:
+  BlockGroup(std::int64_t first_block, std::int64_t blocks_of_group)
+      : number_(first_block / blocks_of_group), left_(blocks_of_group - first_block % blocks_of_group), blocks_(blocks_of_group) {}
+  std::int64_t number() const { return number_; }
+  void next_block() {
+    if (--left_ > 0) return;
+    ++number_;
+    left_ = blocks_;
+  }
+
+ private:
+  std::int64_t number_, left_, blocks_;
+};
+
 template <typename Format>
 void convert(const void* from, std::int64_t groups, std::int64_t blocks_of_group, Blocks blocks, float* to) {
   const auto* numbers = static_cast<const typename Format::Storage*>(from);
-  for (std::int64_t b = blocks.first; b < blocks.last; ++b, to += kPanelOutputs) {
-    convert_panel<Format>(numbers + std::min(groups - 1, b / blocks_of_group) * kPanelOutputs, to);
+  BlockGroup group(blocks.first, blocks_of_group);
+  for (std::int64_t b = blocks.first; b < blocks.last; ++b, to += kPanelOutputs, group.next_block()) {
+    convert_panel<Format>(numbers + std::min(groups - 1, group.number()) * kPanelOutputs, to);
   }
 }
 
@@ -72,12 +86,13 @@ typedef std::int8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Integers of groups times fp16 numbers of kSuperGroup inputs; these products are exact in fp32.
 void convert_two_levels(const PackedWeight& weight, const void* from, const std::uint16_t* supers, Blocks blocks, float* to) {
-  const std::int64_t last = weight.num_groups() - 1, each = weight.group_size / weight.block_size;
+  const std::int64_t last = weight.num_groups() - 1;
   const std::int64_t blocks_of_super = kSuperGroup / weight.block_size;
-  float super[kPanelOutputs];
-  for (std::int64_t b = blocks.first; b < blocks.last; ++b, to += kPanelOutputs) {
+  BlockGroup group(blocks.first, weight.group_size / weight.block_size);
+  float super[kPanelOutputs] = {};
+  for (std::int64_t b = blocks.first; b < blocks.last; ++b, to += kPanelOutputs, group.next_block()) {
     if (b == blocks.first || b % blocks_of_super == 0) convert_panel<HalfScale>(supers + b / blocks_of_super * kPanelOutputs, super);
-    const auto* numbers = static_cast<const std::int8_t*>(from) + std::min(last, b / each) * kPanelOutputs;
+    const auto* numbers = static_cast<const std::int8_t*>(from) + std::min(last, group.number()) * kPanelOutputs;
     for (int i = 0; i < kPanelOutputs; i += kLanes) {
       store_as(to + i, __builtin_convertvector(load_as<Bytes>(numbers + i), Vector) * load_vector(super + i));
     }
@@ -91,6 +106,10 @@ void convert_scales(const QuantizedTask& task, Blocks blocks) {
   const auto convert_all = [&](const void* from, const std::uint16_t* supers, float* to) {
     for (std::int64_t p = task.first_panel; p < task.first_panel + task.num_panels; ++p, to += kScaleBlocks * kPanelOutputs) {
       const char* panel = static_cast<const char*>(from) + p * groups * kPanelOutputs * weight.scale_bytes();
+      // Those of the next panels are fetched meanwhile, as their codes are.
+      const char* next = panel + (task.num_panels * groups + blocks.first / each) * kPanelOutputs * weight.scale_bytes();
+      const std::int64_t bytes = (blocks.last - blocks.first) / each * kPanelOutputs * weight.scale_bytes();
+      for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
       if (supers != nullptr) {
         convert_two_levels(weight, panel, supers + p * weight.num_supers() * kPanelOutputs, blocks, to);
       } else if (weight.scale_dtype == DType::kFloat32) {
@@ -112,6 +131,7 @@ struct Tile {
   const std::uint32_t* codes;   // of the first panel's first block
   std::int64_t panel_words;     // from one panel's codes to the next one's
   std::int64_t words;           // of a block, for each output
+  std::int64_t words_ahead;     // from codes to those that are fetched meanwhile: the same place of the next panels
   const float *scales, *mins;   // [panels, kScaleBlocks, kPanelOutputs]; mins may be null
   float* totals;                // of the first row and panel
   std::int64_t total_stride;    // from one row's totals to the next one's
@@ -164,7 +184,7 @@ void multiply_tile(const Codes& codes, const Tile& tile, const float* inputs, st
       for (int p = 0; p < kP; ++p) {
         for (int v = 0; v < kPanelVectors; ++v) {
           words[p * kPanelVectors + v] = load_as<Words>(from + p * tile.panel_words + v * kLanes);
-          if (v == 0) __builtin_prefetch(from + p * tile.panel_words + kWordsAhead);
+          if (v == 0) __builtin_prefetch(from + p * tile.panel_words + tile.words_ahead, 0, 2);
         }
       }
       add_word<Codes, kR, kP>(codes, words, inputs, stride, sums, std::make_integer_sequence<int, Codes::kCodes>());
@@ -195,9 +215,10 @@ void run_tiles(const QuantizedTask& task, Run run) {
       for (std::int64_t panel = 0; panel < task.num_panels;) {
         const int panels = task.num_panels - panel >= panels_of_rows(rows) ? panels_of_rows(rows) : 1;
         const std::int64_t scale_at = panel * kScaleBlocks * kPanelOutputs;
+        const std::int64_t words_ahead = row == 0 ? task.num_panels * num_blocks * block_words : 0;
         run(first, row, rows, panels,
             Tile{weight.codes + ((task.first_panel + panel) * num_blocks + first) * block_words, num_blocks * block_words,
-                 weight.words(), task.scales + scale_at, mins == nullptr ? nullptr : mins + scale_at,
+                 weight.words(), words_ahead, task.scales + scale_at, mins == nullptr ? nullptr : mins + scale_at,
                  task.totals + (row * task.num_panels + panel) * kPanelOutputs, task.num_panels * kPanelOutputs,
                  blocks.last - blocks.first, num_blocks});
         panel += panels;

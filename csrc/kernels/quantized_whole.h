@@ -104,7 +104,7 @@ void multiply_whole_tile(const Codes& codes, const Tile& tile, const WholeInputs
       for (int p = 0; p < kP; ++p) {
         for (int v = 0; v < kPanelVectors; ++v) {
           words[p * kPanelVectors + v] = load_as<Words>(from + p * tile.panel_words + v * kLanes);
-          if (v == 0) __builtin_prefetch(from + p * tile.panel_words + kWordsAhead);
+          if (v == 0) __builtin_prefetch(from + p * tile.panel_words + tile.words_ahead, 0, 2);
         }
       }
       add(std::integral_constant<int, 0>(), words);
