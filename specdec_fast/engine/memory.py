@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter, copied_quantization, is_draft_model
+from specdec_fast.engine.prefixes import why_no_prefixes
 from specdec_fast.errors import ConfigError
 from specdec_fast.planner.budget import Ask, EngineMemory, EngineSetting, budget_error, halved, largest_within
 from specdec_fast.planner.checkpoint import copy_sizes, least_memory, without_pages
@@ -98,7 +99,7 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
                 ask = replace(ask, batch_size=1)
             setting = largest_within(memory, budget, ask)
             if setting is not None:
-                return _plan(memory, setting, target, config)
+                return _plan(memory, setting, _most_positions(target, drafter, config, setting, memory), config)
     raise budget_error(memory, budget, EngineSetting(1, 0, 1, config.kv_cache_tokens or 1, 1))
 
 
@@ -126,8 +127,20 @@ def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], position
     return Ask(config.max_batch_size, lengths, num_resident, num_positions, bounds)
 
 
-def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, config: EngineConfig) -> MemoryPlan:
-    """Take what is left of the budget for KV positions, as many as the resident sequences can have at most.
+def _most_positions(
+    target: RaggedModel, drafter: Drafter, config: EngineConfig, setting: EngineSetting, memory: EngineMemory
+) -> int | None:
+    """Return how many KV positions are of use; None: any number.
+
+    Those that the resident sequences can have at most. If pages are kept for later requests, further ones keep more.
+    """
+    if target.max_positions is None or why_no_prefixes(target, drafter, config) is None:
+        return None
+    return setting.num_resident * memory.rounded(target.max_positions)
+
+
+def _plan(memory: EngineMemory, setting: EngineSetting, most_positions: int | None, config: EngineConfig) -> MemoryPlan:
+    """Take what is left of the budget for KV positions, at most ``most_positions``.
 
     If positions need no memory, their number is left to the requests.
     """
@@ -135,8 +148,8 @@ def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, con
     num_positions = config.kv_cache_tokens
     if num_positions is None:
         num_positions = memory.positions_within(budget, setting)
-        if target.max_positions is not None:
-            num_positions = min(num_positions, setting.num_resident * memory.rounded(target.max_positions))
+        if most_positions is not None:
+            num_positions = min(num_positions, most_positions)
     setting = setting._replace(num_positions=num_positions)
     num_nodes = setting.num_draft_tokens
     max_nodes = num_nodes if num_nodes > config.most_draft_tokens else 0

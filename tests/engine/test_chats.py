@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.drafters.shared.tapped import TappedDrafter
+from specdec_fast.request.page_keys import PageKeys
 from support import clover, dflash, eagle3, medusa, specblock
 from support.grids import grid
-from support.models import VOCAB_SIZE, tiny_model, truncated_copy
+from support.models import MAX_POSITIONS, TINY_GROUPED, VOCAB_SIZE, tiny_model, truncated_copy
 from support.prefixes import PAGE, assert_vacant, engine_of, entries, request_of, results, same_bits
 from support.recording_drafter import Recording
 
@@ -167,3 +170,115 @@ def test_an_end_that_runs_out_of_memory_is_an_end(draft_of, monkeypatch, error):
         assert output.raise_for_error().finish_reason == "length"
         assert engine.last_run.num_out_of_memory == 0
     assert_vacant(engine)
+
+
+SESSION = 4 * PAGE  # positions of a first turn: ten tokens, and seven new ones, of which the newest has no entry
+
+
+def turn_of(engine, text, num_user, num_new=7):
+    """Hold a turn of a chat; return its text so far, and how many of its tokens were found."""
+    user = [(len(text) + 5 * i + text[0]) % VOCAB_SIZE for i in range(num_user)]
+    (output,) = engine.generate([[*text, *user]], sd.SamplingParams(max_new_tokens=num_new, ignore_eos=True))
+    return [*text, *user, *output.raise_for_error().token_ids], output.num_cached_tokens
+
+
+@pytest.mark.parametrize("name", grid(["none", "model", "eagle3", "dflash"], keep=["none", "eagle3"]))
+def test_the_chat_that_was_used_least_recently_loses_its_pages_first(draft_of, name):
+    """Not the one that began first, and the end of its text before the beginning."""
+    engine = engine_of(TARGET, draft_of(name), memory_bytes=10**8, kv_cache_tokens=3 * SESSION)
+    first, second, third = (turn_of(engine, [chat], 9)[0] for chat in range(3))
+    assert num_evicted(engine) == 0
+    first, num_found = turn_of(engine, first, 2, 2)  # a page more, which is the second chat's last
+    assert (num_found, num_evicted(engine)) == (SESSION, 1)
+    fourth, _ = turn_of(engine, [3], 9)  # three pages of the second chat, one of the third
+    assert num_evicted(engine) == 5
+    found = [num_kept(engine, text) for text in (fourth, first, third, second)]
+    assert found == [SESSION, SESSION + PAGE, SESSION - PAGE, 0]
+    assert turn_of(engine, third, 2, 2)[1] == SESSION - PAGE
+
+
+def num_evicted(engine):
+    return engine.describe()["prefix_cache"]["num_evicted_pages"]
+
+
+def num_kept(engine, text):
+    """How many positions of a text are kept, by the target and, as many, by the drafter."""
+    keys = PageKeys(PAGE, engine.core.prefixes._root).first(text, (len(text) - 1) // PAGE)
+    found = [key in engine.core.pool.prefixes.page_of for key in keys]
+    assert found == sorted(found, reverse=True), "a page is kept, and not those before it"
+    if (pool := getattr(engine.drafter, "pool", None)) is not None:
+        known = {key if isinstance(key, bytes) else key[0] for key in pool.prefixes.page_of}
+        assert [key in known for key in keys] == found
+    return PAGE * sum(found)
+
+
+@pytest.mark.parametrize("name", grid(["none", "self", "model", "eagle3", "dflash"], keep=["none", "model"]))
+def test_more_chats_than_a_budget_holds(draft_of, monkeypatch, name):
+    """Outputs are those without a budget; pages are given up, none of a running request, and memory stays planned."""
+    settings = {"max_batch_size": 2, "window_size": 2, "num_draft_tokens": 3}
+    roomy = engine_of(TARGET, draft_of(name), memory_bytes=10**8, kv_cache_tokens=2 * MAX_POSITIONS, **settings)
+    budget = sum(roomy.memory_plan.terms.values())
+    engine = engine_of(TARGET, draft_of(name), memory_bytes=budget, **settings)
+    assert (engine.config.kv_cache_tokens, engine.config.max_batch_size) == (2 * MAX_POSITIONS, 2)
+    core = engine.core
+    step = core.step
+    pools = set()
+
+    def checked_step():
+        outputs = step()
+        for pool in (core.pool, getattr(engine.drafter, "pool", None)):
+            if pool is not None:
+                pools.add(pool)
+                held = {page for owner in pool._pages_of for page in pool.block_table(owner)}
+                assert not held & {*pool.prefixes.idle}
+        return outputs
+
+    monkeypatch.setattr(core, "step", checked_step)
+    free = engine_of(TARGET, None, prefix_cache=False)
+    turns = zip(chats_with(engine, num_chats=8), chats_with(free, num_chats=8), strict=True)
+    for (prompts, outputs, _), (_, expected, _) in turns:
+        last = [*prompts[-1], *outputs[-1].token_ids]
+        assert results(outputs) == results(expected)
+    assert num_evicted(engine) > 0
+    assert turn_of(engine, last, 2, 2)[1] == full_pages(len(last)), "what was used last is kept"
+    terms = engine.memory_plan.terms
+    planned = terms["target KV"] + terms.get("drafter KV", 0)
+    assert sum(tensor.nbytes for pool in pools for tensor in pool.tensors) == planned
+    assert sum(terms.values()) <= budget
+
+
+def test_what_no_running_request_can_use_keeps_chats():
+    """A budget with room for more positions than two sequences can have, which is their limit without a cache."""
+    settings = {"memory_bytes": 10**7, "max_batch_size": 2, "window_size": 2}
+    sizes = [engine_of(TARGET, None, prefix_cache=is_on, **settings).config.kv_cache_tokens for is_on in (False, True)]
+    assert sizes[0] == 2 * MAX_POSITIONS
+    engine = engine_of(TARGET, None, **settings)
+    planned = sum(engine.memory_plan.terms.values())
+    page = PAGE * engine.target.layout.bytes_per_token
+    assert 10**7 - page < planned <= 10**7
+    assert sizes[1] == engine.config.kv_cache_tokens > 10 * sizes[0]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "model"])
+def test_a_chat_that_outgrows_the_budget_names_the_bytes_that_it_lacks(drafts):
+    """One position more than the pool has; with so many bytes more, and only then, it is served."""
+    target = LlamaForCausalLM(LlamaConfig(**{**TINY_GROUPED, "max_position_embeddings": 4096})).eval()
+    settings = {"max_batch_size": 1, "window_size": 1, "num_draft_tokens": 1, "max_prefill_tokens": 1}
+    draft = truncated_copy(target, 2) if drafts else None
+    make = partial(engine_of, target, draft, **settings)
+    budget = 10**6
+    engine = make(memory_bytes=budget)
+    num_positions = engine.config.kv_cache_tokens
+    prompt = [1] * (num_positions - 3)
+    fits, too_long = (
+        request_of(engine, prompt, sd.SamplingParams(max_new_tokens=num_new, ignore_eos=True)) for num_new in (4, 5)
+    )
+    engine.core.expect_room(fits)
+    with pytest.raises(sd.KVCacheTooSmallError, match=r"raise memory_bytes by (\d+) or more") as refused:
+        engine.core.expect_room(too_long)
+    missing = int(re.search(r"by (\d+) or more", str(refused.value))[1])
+    make(memory_bytes=budget + missing).core.expect_room(too_long)
+    page = PAGE * (engine.target.layout.bytes_per_token + engine.drafter.bytes_per_token)
+    assert missing == page
+    with pytest.raises(sd.KVCacheTooSmallError):
+        make(memory_bytes=sum(engine.memory_plan.terms.values()) + page - 1).core.expect_room(too_long)
