@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,15 +112,26 @@ def models_of(dtype: torch.dtype) -> tuple[Any, Any]:
     return target, draft
 
 
-def memory_of(dtype: torch.dtype, drafts: bool, config: dict[str, Any], chats: list[Chat], num_new: int) -> int | None:
-    """Return by how much a process grows at most that loads the models, makes an engine and holds the chats."""
+class Peak(NamedTuple):
+    """By how many bytes a process grows at most; None if the system does not report it."""
+
+    made: int | None  # while it loads the models and makes an engine
+    held: int | None  # while it holds the chats
+
+
+def memory_of(dtype: torch.dtype, drafts: bool, config: dict[str, Any], chats: list[Chat], num_new: int) -> Peak:
+    """Measure this process, which has done nothing before."""
     target, draft = models_of(dtype)
-    hold(Engine(target, draft if drafts else None), [chat[:1] for chat in chats[:2]], 2, seed=0)  # loads libraries
+    few = [chat[:1] for chat in chats[:2]]
+    hold(Engine(target, draft if drafts else None, memory_bytes=10**8), few, 2, seed=0)  # loads libraries
     del target, draft
     peak = PeakMemory()
-    target, draft = models_of(dtype)
-    hold(Engine(target, draft if drafts else None, **config), chats, num_new, seed=0)
-    return peak.bytes()
+    target, draft = models_of(dtype) if drafts else (models_of(dtype)[0], None)
+    engine = Engine(target, draft, **config)
+    made = peak.bytes()
+    peak.restart()
+    hold(engine, chats, num_new, seed=0)
+    return Peak(made, peak.bytes())
 
 
 def least_bytes(engine: Engine, drafts: bool) -> int:
@@ -136,7 +147,7 @@ class Mode:
 
     Attributes:
         configs: of each arm's engine, by its name.
-        peaks: by how much a process grows that is this arm.
+        peaks: of a process that is this arm.
         engines: of each arm, over the same models.
         runs: of each arm, its repeats.
     """
@@ -152,7 +163,7 @@ class Mode:
         self.engines = {name: self._engine(config) for name, config in self.configs.items()}
         self.runs: dict[str, list[Held]] = {}
         self.peaks = {name: self._peak(config) for name, config in self.configs.items()}
-        whole = self.peaks[_CACHE]
+        whole = self.peaks[_CACHE].held
         budgets = {} if whole is None else {f"1/{part}": whole // part for part in args.parts}
         budgets[_LEAST] = least_bytes(self.engines[_CACHE], drafts)
         for name, budget in budgets.items():
@@ -173,8 +184,9 @@ class Mode:
     def _engine(self, config: dict[str, Any]) -> Engine:
         return Engine(self._target, self._draft, **config)
 
-    def _peak(self, config: dict[str, Any]) -> int | None:
-        return in_subprocess(memory_of, self._dtype, self._drafts, config, self._chats, self._num_new)
+    def _peak(self, config: dict[str, Any]) -> Peak:
+        found: Peak = in_subprocess(memory_of, self._dtype, self._drafts, config, self._chats, self._num_new)
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what is reported of each arm: medians of its repeats, and of ratios to the arm with a cache."""
@@ -190,7 +202,8 @@ class Mode:
             "drafts": engine.drafter.name != "none",
             "memory_bytes": engine.config.memory_bytes,
             "planned_bytes": None if plan is None else sum(plan.terms.values()),
-            "peak_bytes": self.peaks[name],
+            "peak_bytes": self.peaks[name].held,
+            "peak_bytes_of_making": self.peaks[name].made,
             "kv_bytes": sum(tensor.nbytes for pool in pools for tensor in pool.tensors),
             "kv_positions": engine.core.pool.num_tokens if engine.core.pool else 0,
             "max_batch_size": engine.config.max_batch_size,

@@ -12,13 +12,16 @@ RESET_PEAK = "5"  # resets VmHWM; see proc_pid_clear_refs(5)
 
 
 class PeakMemory:
-    """The peak of this process's resident memory since it was made."""
+    """The peak of this process's resident memory since it was made or restarted."""
 
     def __init__(self) -> None:
         return_freed_memory()
-        self._before = 0
+        self._before = status_bytes("VmRSS") if RESET.exists() else 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the peak, and count from now on; what the process had at first stays that."""
         if RESET.exists():
-            self._before = status_bytes("VmRSS")
             RESET.write_text(RESET_PEAK)
 
     def bytes(self) -> int | None:
