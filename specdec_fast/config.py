@@ -46,8 +46,9 @@ class EngineConfig:
         memory_bytes: budget for weights, KV entries, recurrent states and the working memory of steps, on the device of
             the target; the interpreter and its libraries are not counted. ``max_batch_size``, ``num_draft_tokens``, the
             nodes of trees and ``max_prefill_tokens`` are then upper limits: the engine lowers them as far as it must,
-            and takes the rest of the budget for KV positions, or exactly ``kv_cache_tokens``. A checkpoint that cannot
-            fit is refused before it is loaded. None: no budget. See ``docs/planning.md``.
+            and takes the rest of the budget for KV positions, or exactly ``kv_cache_tokens``: with ``prefix_cache`` all
+            of it, else no more than the resident sequences can have. A checkpoint that cannot fit is refused before it
+            is loaded. None: no budget. See ``docs/planning.md``.
         page_size: KV positions per page. Prefixes are shared by whole pages; on a Hopper GPU, pages of 64 gain 1 to 3%
             of a step.
         prefix_cache: keep the KV entries of requests for later ones whose tokens begin alike, as long as no request

@@ -118,6 +118,10 @@ class ReplayDrafter(Drafter):
         """Call the inner drafter."""
         self.inner.commit(sequences, result)
 
+    def commit_ended(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Call the inner drafter."""
+        self.inner.commit_ended(sequences, result)
+
     def release(self, sequence: Sequence) -> None:
         """Call the inner drafter."""
         self.inner.release(sequence)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.common.peak_memory import RESET, RESET_PEAK, status_bytes
 from bench.common.subprocesses import in_subprocess
 from bench.realign_.methods import Shape, Step, layers_of, methods
 from specdec_fast.ops import resolve
-
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
-RESET_PEAK = "5"  # resets VmHWM; see proc_pid_clear_refs(5)
 
 
 def extra_bytes(method: str, backend: str, shape: Shape, num_layers: int, step: Step) -> int | None:
@@ -37,15 +33,8 @@ def _measure(method: str, backend: str, shape: Shape, num_layers: int, step: Ste
         repad(layers_of(small.allocate(1, len(step.moves), step.cache_columns)), step.moves, step.num_columns)
     cache = layers_of(shape.allocate(num_layers, len(step.moves), step.cache_columns))
     RESET.write_text(RESET_PEAK)
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     result: Any = repad(cache, step.moves, step.num_columns)
-    peak = _status_bytes("VmHWM")
+    peak = status_bytes("VmHWM")
     del result
     return peak - before
-
-
-def _status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"{STATUS} has no {field}.")
-    return int(found[1]) * 1024

@@ -386,6 +386,12 @@ class Drafter(ABC):
                 ``sequences[i].length - 2``, so its hidden states are those that chose the newest token.
         """
 
+    def commit_ended(self, sequences: list[Sequence], result: StepResult) -> None:  # noqa: B027
+        """Learn the last step of sequences that have ended without an error, right before ``release``.
+
+        Only after ``keep_prefixes``, to keep their last pages. ``result`` has the rows of their committed tokens.
+        """
+
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Forget a sequence, which may never have been admitted: no draft was needed, or an error occurred before."""
 

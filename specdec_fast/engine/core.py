@@ -381,7 +381,7 @@ class EngineCore:
         with timer("commit"):
             emitted = commit_emissions(step, outcome.emissions, rows, scores, self._requests)
             self.prefixes.keep(self._pools.pool(), batch)
-            lost = commit_to_drafter(self.drafter, step, rows, self._requests, self._row_limit)
+            lost = commit_to_drafter(self.drafter, step, rows, emitted, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
         self.length_policy.observe(step.observation(outcome, self._finished))

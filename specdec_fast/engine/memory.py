@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter, copied_quantization, is_draft_model
+from specdec_fast.engine.prefixes import why_no_prefixes
 from specdec_fast.errors import ConfigError
 from specdec_fast.planner.budget import Ask, EngineMemory, EngineSetting, budget_error, halved, largest_within
 from specdec_fast.planner.checkpoint import copy_sizes, least_memory, without_pages
@@ -19,6 +20,9 @@ from specdec_fast.speculation_length import LENGTH_POLICIES, LengthPolicy
 # KV positions that every resident sequence should be able to have before the batch is made smaller: nothing is known of
 # the requests yet. A smaller pool serves them too, with preemptions.
 _POSITIONS_EACH = 1024
+# Prompt tokens that a step should be able to prefill before the batch is made smaller: with fewer, requests join so
+# slowly that a smaller batch emits more tokens.
+_LEAST_PREFILL = 64
 
 
 class MemoryPlan(NamedTuple):
@@ -80,8 +84,9 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
 def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, drafts: bool) -> MemoryPlan | None:
     """Choose the largest settings within ``memory_bytes``; None without a budget. ``drafts``: whether it proposes.
 
-    What is lowered first: the rows of a prefill forward, the sequences beyond the batch that exspec keeps resident, the
-    nodes of a tree to K, K down to 1, the batch. If one sequence with K 1 does not fit, the engine decodes plainly.
+    What is lowered first: the rows of a prefill forward to ``_LEAST_PREFILL``, the sequences beyond the batch that
+    exspec keeps resident, the nodes of a tree to K, K down to 1, the batch; then these rows to 1. If one sequence with
+    K 1 does not fit, the engine decodes plainly.
     Raises MemoryBudgetError if a plain step of one sequence does not fit, with ``kv_cache_tokens`` or one page.
     """
     budget = config.memory_bytes
@@ -91,14 +96,16 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
     memory = loaded_memory(target, drafter, config.page_size, target.layout.most_draft_tokens)
     each = memory.rounded(min(_POSITIONS_EACH, target.max_positions or _POSITIONS_EACH))
     lengths = _numbers_of_nodes(drafter, config) if drafts else [0]
-    for positions in (each, 1):  # one page, if the budget holds no more
-        for nodes in (lengths, [0]) if lengths != [0] else ([0],):
-            ask = _ask(config, target, nodes, positions)
-            if positions == 1:
-                ask = replace(ask, batch_size=1)
-            setting = largest_within(memory, budget, ask)
-            if setting is not None:
-                return _plan(memory, setting, target, config)
+    asks = [
+        _ask(config, target, nodes, each, least_rows)
+        for nodes in ((lengths, [0]) if lengths != [0] else ([0],))
+        for least_rows in (_LEAST_PREFILL, 1)
+    ]
+    asks.append(replace(_ask(config, target, [0], 1, 1), batch_size=1))  # one page, if the budget holds no more
+    for ask in asks:
+        setting = largest_within(memory, budget, ask)
+        if setting is not None:
+            return _plan(memory, setting, _most_positions(target, drafter, config, setting, memory), config)
     raise budget_error(memory, budget, EngineSetting(1, 0, 1, config.kv_cache_tokens or 1, 1))
 
 
@@ -114,7 +121,7 @@ def _numbers_of_nodes(drafter: Drafter, config: EngineConfig) -> list[int]:
     return [drafter.max_nodes, *lengths] if drafter.max_nodes > most > 0 else lengths
 
 
-def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], positions_each: int) -> Ask:
+def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], positions_each: int, least_rows: int) -> Ask:
     def num_resident(batch_size: int) -> list[int]:
         windows = [_with_batch(config, batch_size, window) for window in (None, batch_size)]
         return list(dict.fromkeys(make_scheduler(each).checked_max_resident() for each in windows))
@@ -123,11 +130,24 @@ def _ask(config: EngineConfig, target: RaggedModel, lengths: list[int], position
         return config.kv_cache_tokens or resident * positions_each
 
     bounds = halved(config.max_prefill_tokens, target.row_padding.largest)
+    bounds = [rows for i, rows in enumerate(bounds) if not i or rows is None or rows >= least_rows]
     return Ask(config.max_batch_size, lengths, num_resident, num_positions, bounds)
 
 
-def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, config: EngineConfig) -> MemoryPlan:
-    """Take what is left of the budget for KV positions, as many as the resident sequences can have at most.
+def _most_positions(
+    target: RaggedModel, drafter: Drafter, config: EngineConfig, setting: EngineSetting, memory: EngineMemory
+) -> int | None:
+    """Return how many KV positions are of use; None: any number.
+
+    Those that the resident sequences can have at most. If pages are kept for later requests, further ones keep more.
+    """
+    if target.max_positions is None or why_no_prefixes(target, drafter, config) is None:
+        return None
+    return setting.num_resident * memory.rounded(target.max_positions)
+
+
+def _plan(memory: EngineMemory, setting: EngineSetting, most_positions: int | None, config: EngineConfig) -> MemoryPlan:
+    """Take what is left of the budget for KV positions, at most ``most_positions``.
 
     If positions need no memory, their number is left to the requests.
     """
@@ -135,8 +155,8 @@ def _plan(memory: EngineMemory, setting: EngineSetting, target: RaggedModel, con
     num_positions = config.kv_cache_tokens
     if num_positions is None:
         num_positions = memory.positions_within(budget, setting)
-        if target.max_positions is not None:
-            num_positions = min(num_positions, setting.num_resident * memory.rounded(target.max_positions))
+        if most_positions is not None:
+            num_positions = min(num_positions, most_positions)
     setting = setting._replace(num_positions=num_positions)
     num_nodes = setting.num_draft_tokens
     max_nodes = num_nodes if num_nodes > config.most_draft_tokens else 0

@@ -36,7 +36,7 @@ class PrefixCache:
         self._page_size = config.page_size
         self._is_tapped = bool(drafter.taps)
         self._root = new_root()
-        self.why_off = _why_off(target, drafter, config)
+        self.why_off = why_no_prefixes(target, drafter, config)
         self.counts_once = self.is_on and not drafter.taps and not drafter.bytes_per_token
         self.is_stale = False
         if self.is_on:
@@ -107,8 +107,12 @@ class PrefixCache:
     def describe(self, pool: PagePool | None) -> dict[str, Any]:
         """Return the entry of ``Engine.describe()``."""
         prefixes = None if pool is None else pool.prefixes
-        num_kept = 0 if prefixes is None else len(prefixes.key_of)
-        return {"is_on": self.is_on, "why_off": self.why_off, "num_pages": num_kept}
+        return {
+            "is_on": self.is_on,
+            "why_off": self.why_off,
+            "num_pages": 0 if prefixes is None else len(prefixes.key_of),
+            "num_evicted_pages": 0 if prefixes is None else prefixes.num_evicted,
+        }
 
     def _most_known(self, sequence: Sequence) -> int:
         """Return how many first positions of a sequence need no row of the target, if their entries are known.
@@ -124,7 +128,8 @@ class PrefixCache:
         return [] if keys is None else keys.first(sequence.token_ids, num_positions // self._page_size)
 
 
-def _why_off(target: RaggedModel, drafter: Drafter, config: EngineConfig) -> str | None:
+def why_no_prefixes(target: RaggedModel, drafter: Drafter, config: EngineConfig) -> str | None:
+    """Return why an engine keeps no pages for later requests; None if it does."""
     if not config.prefix_cache:
         return "prefix_cache is not set"
     if target.layout.states:

@@ -38,7 +38,6 @@ class Pools:
         self._page_size = config.page_size
         self._fixed_tokens = config.kv_cache_tokens
         self._has_budget = config.memory_bytes is not None
-        self._size_option = "kv_cache_tokens" if config.memory_bytes is None else "memory_bytes"
         # Beyond the positions of a sequence, so that a tree at its end need not shrink.
         self._spare_tokens = drafter.max_nodes
         # A model with recurrent layers has a state slot for each of so many sequences.
@@ -73,11 +72,20 @@ class Pools:
         if self._fixed_tokens is not None and self._rounded(needed) > self._rounded(self._fixed_tokens):
             positions = self._rounded(self._fixed_tokens)
             new_tokens = request.max_length - request.prompt_length
+            longest = longest_prompt(positions, new_tokens)
             raise KVCacheTooSmallError(
                 f"the request needs {needed} KV positions (prompt {request.prompt_length}, the rest new tokens), but "
-                f"the whole pool has {positions}; raise {self._size_option}, or lower max_new_tokens: the longest "
-                f"prompt that fits with {new_tokens} new tokens has {longest_prompt(positions, new_tokens)}."
+                f"the whole pool has {positions}; raise {self._what_to_raise(needed)}, or lower max_new_tokens: "
+                f"the longest prompt that fits with {new_tokens} new tokens has {longest}."
             )
+
+    def _what_to_raise(self, needed: int) -> str:
+        if not self._has_budget:
+            return "kv_cache_tokens"
+        assert self._fixed_tokens is not None
+        missing = self._rounded(needed) - self._rounded(self._fixed_tokens)
+        num_bytes = missing * (self._target.layout.bytes_per_token + self._drafter.bytes_per_token)
+        return f"memory_bytes by {num_bytes} or more"
 
     def size(self, resident: list[Sequence], waiting: Iterable[Sequence], max_resident: int) -> None:
         """Make room for as many of the largest sequences as may be resident, or for the configured positions.

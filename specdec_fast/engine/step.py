@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,9 +11,10 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdec_fast.drafters import Draft, Drafter, StepResult
-from specdec_fast.engine.row_limit import RowLimit
+from specdec_fast.engine.row_limit import RowLimit, is_out_of_memory
 from specdec_fast.errors import DrafterError, InvalidLogitsError, NoAllowedTokenError, RequestError, StepError
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.request.sequence import Sequence
@@ -211,27 +212,47 @@ def nan_error(num_tokens: int, consequence: str) -> InvalidLogitsError:
 
 
 def commit_to_drafter(
-    drafter: Drafter, step: Step, rows: list[Many[int]], live: Container[int], row_limit: RowLimit
+    drafter: Drafter,
+    step: Step,
+    rows: list[Many[int]],
+    emitted: Iterable[tuple[Sequence, list[int]]],
+    row_limit: RowLimit,
 ) -> list[Sequence]:
-    """Pass the accepted rows of the unfinished sequences, and the hidden states of all rows, to the drafter.
+    """Pass the accepted rows of the step's sequences, and the hidden states of all rows, to the drafter.
 
-    The drafter receives the sequences that are admitted to it and whose ids are in ``live``. If it runs out of memory,
-    the tokens stand, and the next forwards are smaller. Returns the sequences that it has to admit again then.
+    The drafter receives the sequences that are admitted to it and that ``emitted`` names; of those that have ended,
+    only what it may keep for others. If it runs out of memory, the tokens stand, and the next forwards are smaller.
+    Returns the sequences that it has to admit again then.
     """
-    unfinished: list[Sequence] = []
-    accepted_rows: list[Many[int]] = []
+    num_emitted = {sequence: len(tokens) for sequence, tokens in emitted}
+    unfinished: dict[Sequence, Many[int]] = {}
+    ended: dict[Sequence, Many[int]] = {}
     for sequence, accepted in zip(step.batch, rows, strict=True):
-        if sequence.is_admitted and sequence.finish_reason is None and sequence.request_id in live:
-            unfinished.append(sequence)
-            accepted_rows.append(accepted)
+        if not sequence.is_admitted or sequence not in num_emitted:
+            continue
+        if sequence.finish_reason is None:
+            unfinished[sequence] = accepted
+        elif sequence.error is None and sequence.page_keys is not None:
+            ended[sequence] = accepted[: num_emitted[sequence]]  # a stop may have cut the tokens
+    hidden_states = step.verification.hidden_states
     try:
-        drafter.commit(list(unfinished), StepResult(accepted_rows, step.verification.hidden_states))
+        drafter.commit(list(unfinished), StepResult(list(unfinished.values()), hidden_states))
     except Exception as error:
-        row_limit.recover(error, unfinished, drafter)  # raises it, if it says something else
-        return unfinished
+        row_limit.recover(error, list(unfinished), drafter)  # raises it, if it says something else
+        return list(unfinished)
     if row_limit.most is not None:
         row_limit.passed()
+    elif ended:  # where memory is short, less is kept
+        _commit_ended(drafter, ended, hidden_states)
     return []
+
+
+def _commit_ended(drafter: Drafter, ended: dict[Sequence, Many[int]], hidden_states: Tensor | None) -> None:
+    try:
+        drafter.commit_ended(list(ended), StepResult(list(ended.values()), hidden_states))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
 
 
 def release(drafter: Drafter, policy: LengthPolicy, sequences: list[Sequence]) -> None:

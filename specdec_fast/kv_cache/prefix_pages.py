@@ -21,6 +21,7 @@ class PrefixPages:
         num_owners: owners of each page, by page.
         idle: the pages that have a key and no owner, least recently used first.
         num_kept: how many of each owner's first pages have keys, or had them before ``forget``.
+        num_evicted: how many idle pages have been given up because others were needed.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -29,6 +30,7 @@ class PrefixPages:
         self.num_owners = [0] * (num_pages + 1)
         self.idle: dict[int, None] = {}
         self.num_kept: dict[Hashable, int] = {}
+        self.num_evicted = 0
 
     def take(self, page: int) -> None:
         """Count an owner more of a page."""
@@ -63,6 +65,7 @@ class PrefixPages:
         page = next(iter(self.idle))
         del self.idle[page]
         self.unname(page)
+        self.num_evicted += 1
         return page
 
     def forget(self) -> None:

@@ -394,7 +394,8 @@ def test_it_is_off_unless_asked_for_and_checks_its_value(pair):
     engine = sd.Engine(pair[0], None, page_size=PAGE)
     for _ in range(2):
         assert cached(engine.generate([PREFIX], GREEDY)) == [0]
-    assert engine.describe()["prefix_cache"] == {"is_on": False, "why_off": "prefix_cache is not set", "num_pages": 0}
+    found = engine.describe()["prefix_cache"]
+    assert found == {"is_on": False, "why_off": "prefix_cache is not set", "num_pages": 0, "num_evicted_pages": 0}
     assert sd.EngineConfig().for_service().prefix_cache is True
     assert sd.EngineConfig(prefix_cache=False).for_service().prefix_cache is False
     with pytest.raises(ConfigError, match="prefix_cache='yes': expected True, False or None"):

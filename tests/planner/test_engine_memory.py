@@ -227,6 +227,27 @@ def test_what_is_lowered_first(made, target, draft, prompt_ids, expected):
     assert shown[10**8] == (True, 8, 5)
 
 
+@needs_programs
+def test_less_memory_never_brings_back_what_was_given_up(made):
+    """A batch is made smaller before a step prefills fewer than 64 tokens; a drafter that does not fit stays away."""
+    plans = []
+    for budget in range(4_400_000, 12_000_000, 100_000):
+        config = sd.EngineConfig(memory_bytes=budget)
+        try:
+            plans.append(plan_memory(made.target, made.drafter, config, drafts=True).describe())
+        except sd.MemoryBudgetError:
+            assert not plans
+    assert [plan["has_drafter"] for plan in plans] == sorted(plan["has_drafter"] for plan in plans)
+    assert {plan["has_drafter"] for plan in plans} == {False, True}
+    for plan in plans:
+        if plan["max_batch_size"] > 1:
+            assert plan["max_prefill_tokens"] is None or plan["max_prefill_tokens"] >= 64
+    assert {plan["max_batch_size"] for plan in plans} >= {1, 2, 4}
+    for drafts in (False, True):
+        sizes = [plan["max_batch_size"] for plan in plans if plan["has_drafter"] == drafts]
+        assert sizes == sorted(sizes)
+
+
 @pytest.mark.parametrize("num_draft_tokens", grid([8, "auto"], keep=[8]))
 def test_k_is_lowered_before_the_batch(made, target, draft, num_draft_tokens):
     keywords = {"window_size": 8, "num_draft_tokens": num_draft_tokens}

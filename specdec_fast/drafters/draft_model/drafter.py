@@ -132,6 +132,18 @@ class ModelDrafter(PooledDrafter):
             self.draft_kv_length[sequence] = min(self.draft_kv_length[sequence], sequence.length - 1)
             self._keep(sequence)
 
+    def commit_ended(self, sequences: list[Sequence], result: StepResult) -> None:
+        self.commit(sequences, result)
+        pool = self._pool()
+        lacking = {}
+        for sequence in sequences:
+            end = sequence.length - 1
+            # After a full acceptance, or a last step without a draft, one or two rows are missing.
+            is_near = end - self.draft_kv_length[sequence] <= ROWS_EACH and self._max_draft_tokens(sequence) > 0
+            if is_near and end // pool.page_size > pool.num_kept(sequence):
+                lacking[sequence] = end
+        self._prefill(lacking)
+
     def release(self, sequence: Sequence) -> None:
         if self.draft_kv_length.pop(sequence, None) is not None:
             self._pool().free(sequence)

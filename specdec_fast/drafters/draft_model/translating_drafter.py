@@ -131,6 +131,9 @@ class TranslatingDrafter(ModelDrafter):
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         """Do nothing: committed tokens are read when the next draft is wanted."""
 
+    def commit_ended(self, sequences: list[Sequence], result: StepResult) -> None:
+        """Do nothing: no pages are kept."""
+
     def release(self, sequence: Sequence) -> None:
         self._contexts.pop(sequence, None)
         self._drafted.pop(sequence, None)

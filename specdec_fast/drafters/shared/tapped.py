@@ -190,6 +190,25 @@ class TappedDrafter(PooledDrafter):
         if self._kept.num_rows > self._most_kept(result.hidden_states):
             self._catch_up(sequences)
 
+    @torch.inference_mode()
+    def commit_ended(self, sequences: list[Sequence], result: StepResult) -> None:
+        if result.hidden_states is None:
+            return
+        size = self._page_size
+        pool = self._pool()
+        kept = KeptStates(result.hidden_states, self._kept)
+        rows = []
+        for sequence, accepted in zip(sequences, result.accepted_rows, strict=True):
+            num_full = (sequence.length - 1) // size
+            if num_full > pool.num_kept(sequence):
+                state = self._states[sequence]
+                state.add(kept, accepted)
+                rows.append(Rows(sequence, state.kv_length, min(num_full * size - state.kv_length, state.num_queued)))
+        for some in portions([span for span in rows if span.count > 0], self._most_rows):
+            self._compute(some)
+        for sequence in sequences:  # no proposal writes any row again
+            pool.keep(sequence, self._keys(sequence, self._states[sequence].kv_length))
+
     def release(self, sequence: Sequence) -> None:
         if (state := self._states.pop(sequence, None)) is not None:
             state.clear()
