@@ -30,20 +30,16 @@ from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
 from specdec_fast.errors import ConfigError, MemoryBudgetError, RequestError
 from specdec_fast.freed_memory import return_freed_memory
-from specdec_fast.models.loading import load_model
-from specdec_fast.models.probe import named_failures
 from specdec_fast.models.quantized_linears import bytes_by_kind
-from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizers, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, ScoreOutput, StreamChunk
-from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
 from specdec_fast.runner.graphs.graphs import described
+from specdec_fast.runner.loading import load_sharded, load_target
 from specdec_fast.runner.profiling import forward_seconds
-from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import scoring_params
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
@@ -97,22 +93,11 @@ class Engine:
         expect_tokenizers(tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
         draft = checked_draft(draft, self.config, draft_tokenizer)
         draft = affordable_draft(target, draft, self.config)
-        model = load_model(
-            target,
-            self.config.dtype,  # type: ignore[arg-type]
-            self.config.device,  # type: ignore[arg-type]
-            quantization=self.config.quantization,
-        )
-        weight = next(model.parameters())
-        self._ops = resolve(weight.device, self.config.backend, weight.dtype)
-        with named_failures(model):
-            most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
-            options = (self.config.page_size, self.config.enforce_eager, most_draft_tokens)
-            self.target = RaggedModel(model, self._ops, *options)
-            self._expect_same_steps()
-            if self.config.deterministic:
-                make_deterministic(self.target)
-            self.target.release_memory()
+        most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
+        load = load_target if self.config.tp_size == 1 else load_sharded
+        self.target = load(target, self.config, most_draft_tokens)
+        self._ops = self.target.ops
+        self._expect_same_steps()
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
         self.draft_choice: DraftChoice | None = None
@@ -349,7 +334,7 @@ class Engine:
 
     def _expect_same_steps(self) -> None:
         """Refuse a K that depends on times if other processes must run the same steps."""
-        if self.target.is_sharded and not isinstance(self.config.num_draft_tokens, int):
+        if self.target.needs_same_calls and not isinstance(self.config.num_draft_tokens, int):
             raise ConfigError(
                 f"num_draft_tokens={self.config.num_draft_tokens!r}, but the target is sharded over processes, each of "
                 "which would choose K by its own measurements; pass an integer."

@@ -85,7 +85,7 @@ class AsyncEngine:
             keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
         config = as_config(config, keywords).for_service()
         self.engine = Engine(target, draft, config, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
-        if self.engine.target.is_sharded:
+        if self.engine.target.needs_same_calls:
             raise ConfigError(
                 "the target is sharded over processes, and requests would reach an AsyncEngine in each at different "
                 "times; use Engine, and make the same calls in every process."
