@@ -28,7 +28,13 @@ from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, 
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
-from specdec_fast.errors import ConfigError, MemoryBudgetError, RequestError
+from specdec_fast.errors import (
+    ConfigError,
+    EngineClosedError,
+    MemoryBudgetError,
+    NotYetSupportedError,
+    RequestError,
+)
 from specdec_fast.freed_memory import return_freed_memory
 from specdec_fast.models.quantized_linears import bytes_by_kind
 from specdec_fast.request.detokenizer import expect_tokenizers, load_tokenizer
@@ -75,6 +81,7 @@ class Engine:
         BackendError: the requested backend cannot run here.
         ForkedProcessError: this process was forked from one that has made an engine, and uses several threads.
         DeterminismError: ``deterministic=True``, and a model's bits depend on the batch even one row at a time.
+        RankError: a process of ``tp_size`` has failed or ended. Calls raise it too, when a process has ended.
     """
 
     def __init__(
@@ -162,6 +169,26 @@ class Engine:
                 raise
         self.target.keep_no_draft_rows()
         return plan_memory(self.target, drafter, self.config, drafts=False)
+
+    def close(self) -> None:
+        """End the processes that ``tp_size`` has started; further calls raise EngineClosedError. Any thread may call.
+
+        The end of a ``with`` block does it, the garbage collector, and the end of this process. Requests that are
+        running end with that error. Without ``tp_size`` there is nothing to close, and the engine can still be used.
+        """
+        if self.target.leader is not None:
+            self.target.leader.workers.close(EngineClosedError("the engine has been closed; make a new one."))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no request can be served any more: with ``tp_size``, a process that has ended. None: it serves."""
+        return None if self.target.leader is None else self.target.leader.workers.failure
 
     @property
     def drafter(self) -> Drafter:
@@ -289,7 +316,13 @@ class Engine:
         Raises:
             UnsupportedModelError: tensors or modules of the target have been replaced, or numbers that its program has
                 copied (sums like 1 + w) have changed; make a new Engine.
+            NotYetSupportedError: ``tp_size`` shards the target.
         """
+        if self.target.leader is not None:
+            raise NotYetSupportedError(
+                f"tp_size={self.config.tp_size}: the processes of the target take no updates of its weights; make a "
+                "new Engine from the new checkpoint."
+            )
         self.target.expect_program_of_weights()
         self.reset_prefix_cache()
         self.drafter.sync_weights()
@@ -313,6 +346,7 @@ class Engine:
             "num_draft_tokens": self.config.num_draft_tokens,
             "dtype": str(self.target.layout.dtype).removeprefix("torch."),
             "device": str(self.target.layout.device),
+            "tp_size": self.config.tp_size,
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_padding.multiple,
             "linear_bytes": bytes_by_kind(self.target.model),

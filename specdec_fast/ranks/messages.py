@@ -18,13 +18,20 @@ from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding
 
 
 class LoadTarget(NamedTuple):
-    """Load the target together with the other ranks. Answered: None, or the failure of this rank."""
+    """Load the target together with the other ranks. Answered: how it runs there, or the failure of this rank."""
 
     source: str
     config: Any  # an EngineConfig
     most_draft_tokens: int
     num_threads: int
     folder: str  # in which the ranks find each other
+
+
+class Loaded(NamedTuple):
+    """How a rank runs forwards; all ranks must do the same."""
+
+    has_program: bool
+    row_padding: RowPadding
 
 
 class Failure(NamedTuple):

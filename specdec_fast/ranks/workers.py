@@ -158,9 +158,12 @@ def join_group(rank: int, num_ranks: int, folder: str) -> None:
     if has_gpus:
         torch.cuda.set_device(rank)
     store = distributed.FileStore(str(Path(folder, "store")), num_ranks)
-    distributed.init_process_group(
-        "nccl" if has_gpus else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_LOAD_TIMEOUT
-    )
+    backend = "nccl" if has_gpus else "gloo"
+    hook = sys.excepthook  # PyTorch replaces it by one that writes "[rank0]" before every line
+    try:
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_LOAD_TIMEOUT)
+    finally:
+        sys.excepthook = hook
 
 
 def leave_group(ranks: Ranks | None) -> None:

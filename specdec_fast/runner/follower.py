@@ -24,6 +24,7 @@ from specdec_fast.ranks.messages import (
     CopyPages,
     DropPools,
     Failure,
+    Loaded,
     LoadTarget,
     MakePool,
     MoveEntries,
@@ -49,8 +50,8 @@ class Follower:
         self._pools: dict[int, PagePool] = {}
         self._failure: Failure | None = None  # of a forward; until rank 0 knows it, nothing is computed
 
-    def load(self, message: LoadTarget) -> Failure | None:
-        """Load the target; return what failed."""
+    def load(self, message: LoadTarget) -> Loaded | Failure:
+        """Load the target; return how it runs, or what failed."""
         torch.set_num_threads(message.num_threads)
         try:
             join_group(self._rank, self._num_ranks, message.folder)
@@ -60,7 +61,7 @@ class Follower:
             return _failure_of(error)
         finally:
             leave_group(self._ranks)
-        return None
+        return Loaded(self._target.has_program, self._target.row_padding)
 
     def answer(self, message: Any) -> tuple[bool, Failure | None]:
         """Do what rank 0 says; return whether it waits for an answer, and the answer."""

@@ -17,7 +17,7 @@ from specdec_fast.models.probe import named_failures
 from specdec_fast.models.sharded import expect_shardable, sharded_copy
 from specdec_fast.ops import resolve
 from specdec_fast.ranks.exchange import Ranks
-from specdec_fast.ranks.messages import LoadTarget
+from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
 from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, join_group, leave_group
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.leader import Leader
@@ -103,11 +103,14 @@ def _loaded(
         except SpecDecError:  # of the model: every rank raises it
             raise
         except Exception as error:
-            _expect_loaded(workers, error)
+            _answers_of(workers, error)
             raise
         finally:
             leave_group(workers.ranks)
-        _expect_loaded(workers)
+        answers = _answers_of(workers)
+    own = Loaded(target.has_program, target.row_padding)
+    if any(answer != own for answer in answers):
+        raise RankError(f"the ranks of the target run it in different ways: {[own, *answers]}.")
     if target.layout.states:
         raise NotYetSupportedError(
             f"tp_size={config.tp_size}, but {target.name} has recurrent layers, whose states are not sharded; leave "
@@ -116,8 +119,10 @@ def _loaded(
     return target
 
 
-def _expect_loaded(workers: Workers, error: Exception | None = None) -> None:
-    """Raise a RankError if another rank has failed to load the target."""
-    for rank, failure in enumerate(workers.answers(), start=1):
-        if failure is not None and not failure.was_aborted:
-            raise RankError(f"rank {rank} could not load the target: {failure.text}") from error
+def _answers_of(workers: Workers, error: Exception | None = None) -> list[Loaded]:
+    """Return how the other ranks run the target, or raise a RankError, with rank 0's error, if one has failed."""
+    answers = workers.answers()
+    for rank, answer in enumerate(answers, start=1):
+        if isinstance(answer, Failure) and not answer.was_aborted:
+            raise RankError(f"rank {rank} could not load the target: {answer.text}") from error
+    return answers

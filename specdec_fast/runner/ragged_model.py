@@ -458,7 +458,7 @@ class RaggedModel:
             UnsupportedModelError: a change that its program would not see, or PyTorch would run it in training mode.
 
         """
-        if not self.has_program:
+        if not self.has_program and self.leader is None:  # other ranks would not compute its forwards
             self._in_training = check_repeats(self.model, self._probe_logits, self._in_training)
         if self.graphs is not None:
             self.graphs.expect_same_weights()

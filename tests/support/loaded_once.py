@@ -27,6 +27,6 @@ def bundled_models_loaded_once() -> Iterator[None]:
             models[key] = load_model(source, dtype, device, role)
         return models[key]
 
-    engines = patch("specdec_fast.engine.engine.load_model", loaded)
+    engines = patch("specdec_fast.runner.loading.load_model", loaded)
     with engines, patch("specdec_fast.drafters.registry.load_model", loaded):
         yield

@@ -114,7 +114,7 @@ def checked_once() -> Iterator[None]:
             check_ignores_answers(name, forward, layout, make_cache, page_size)
             _IGNORE_ANSWERS.add(kind)
 
-    engine = patch("specdec_fast.engine.engine.make_deterministic", deterministic)
+    engine = patch("specdec_fast.runner.loading.make_deterministic", deterministic)
     drafter = patch("specdec_fast.drafters.registry.make_deterministic", deterministic)
     with engine, drafter, patch("specdec_fast.models.model_checks.check_ignores_answers", ignores_answers):
         yield
