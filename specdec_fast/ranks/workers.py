@@ -23,7 +23,7 @@ from specdec_fast.ranks.exchange import Ranks
 from specdec_fast.ranks.operations import forget
 
 START_SECONDS = 300.0  # that a process may take to import PyTorch and transformers
-_LOAD_TIMEOUT = timedelta(hours=2)  # of one rank that waits for another one while weights are read
+_LOAD_TIMEOUT = timedelta(minutes=10)  # of one rank that waits for another one while weights are read
 _ANSWER_SECONDS = 60.0  # that a process may take for the rest of a forward, or to allocate pages
 _END_SECONDS = 2.0  # that a process may take to end by itself
 _START = (
@@ -40,6 +40,7 @@ class Workers:
             and its end of a pipe of ``multiprocessing``.
 
     Attributes:
+        processes: of the ranks, from 1 on.
         ranks: with which the processes exchange numbers; None before the model is loaded.
         failure: why they compute nothing any more; None as long as they do.
 
@@ -52,7 +53,7 @@ class Workers:
         self._owner = os.getpid()
         self._is_closing = False
         self._pipes: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1, num_ranks):
                 self._start(rank, _START.format(module=module))
@@ -68,7 +69,7 @@ class Workers:
             command = [sys.executable, "-c", code, json.dumps(sys.path), *numbers]
             environment = {**os.environ, "LOCAL_RANK": str(rank)}  # by which transformers chooses a GPU
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[there.fileno()])
-        self._processes.append(process)
+        self.processes.append(process)
         Thread(target=self._watch, args=(rank, process), name=f"specdec_fast-rank-{rank}", daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -124,7 +125,7 @@ class Workers:
         deadline = monotonic() + _END_SECONDS
         while self.failure is None and monotonic() < deadline:
             with suppress(subprocess.TimeoutExpired):
-                for process in self._processes:
+                for process in self.processes:
                     process.wait(0.01)
         self.fail(RankError(f"a process of the target does not read: {error}; make a new Engine."))
         assert self.failure is not None
@@ -139,7 +140,7 @@ class Workers:
         for pipe in self._pipes:
             pipe.close()
         deadline = monotonic() + _END_SECONDS
-        for process in self._processes:
+        for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - monotonic()))
             except subprocess.TimeoutExpired:
