@@ -92,10 +92,11 @@ class SummedExperts(nn.Module):
         return rank_sum(self.part(*given), self._ranks)
 
 
-def sharded_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Ranks]:
+def sharded_copy(model: PreTrainedModel, shares_weights: bool = True) -> tuple[PreTrainedModel, Ranks]:
     """Return a copy of a sharded model that shares its weights and has modules of its own, and its ranks.
 
-    Every process of the group must make this call.
+    Every process of the group must make this call. Without ``shares_weights``, parts that transformers keeps as views
+    of whole tensors are copied, so that the whole ones are freed with ``model``.
 
     Raises:
         NotYetSupportedError: a module has a style of the plan that is not served.
@@ -115,7 +116,10 @@ def sharded_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Ranks]:
     sizes: dict[int, int] = {}
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "device_mesh") else parameter
-        kept[id(parameter)] = own = nn.Parameter(local.detach(), requires_grad=False)
+        local = local.detach()
+        if not shares_weights and local.untyped_storage().nbytes() > local.nbytes:
+            local = local.clone()
+        kept[id(parameter)] = own = nn.Parameter(local, requires_grad=False)
         sizes[id(own)] = parameter.shape[0]
     own_model = copy.deepcopy(model, kept)
     for name, style in styles.items():
@@ -134,6 +138,29 @@ def _styles_of(model: PreTrainedModel) -> dict[str, str]:
         if style is not None:
             styles[name] = style
     return styles
+
+
+def bytes_of_rank(model: PreTrainedModel, tp_size: int) -> int:
+    """Return the bytes of the weights of the rank with most of them, of a whole model that would be sharded so.
+
+    Raises NotYetSupportedError if there is no plan for the model.
+    """
+    if not getattr(model, "tp_plan", None):
+        raise NotYetSupportedError(
+            f"tp_size={tp_size}, but transformers has no tensor-parallel plan for a {type(model).__name__}; leave it "
+            "out."
+        )
+    axes: dict[int, int] = {}  # of each sharded parameter, the axis that is
+    for name, style in _styles_of(model).items():
+        if style not in _LOCAL:
+            axis = 1 if style == "rowwise" else 0
+            axes |= {id(weight): axis for weight in model.get_submodule(name).parameters() if weight.dim() > axis}
+    sizes = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        axis_size = tensor.shape[axes[id(tensor)]] if id(tensor) in axes else 0
+        part = -(-axis_size // tp_size) * (tensor.numel() // axis_size) if axis_size else tensor.numel()
+        sizes[id(tensor)] = part * tensor.itemsize
+    return sum(sizes.values())
 
 
 def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[int, int]) -> nn.Module:
@@ -198,9 +225,8 @@ def expect_shardable(source: Any, config: EngineConfig) -> None:
             f"{setting}, but the target is a loaded {type(source).__name__}, whole in this process; pass its name or "
             "folder, so that every process loads its own part."
         )
-    for name in ("quantization", "memory_bytes"):
-        if getattr(config, name) is not None:
-            raise NotYetSupportedError(f"{setting} does not serve {name}={getattr(config, name)!r} yet; leave one out.")
+    if config.quantization is not None:
+        raise NotYetSupportedError(f"{setting} does not serve quantization={config.quantization!r} yet; leave one out.")
     _expect_devices(setting, config)
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f"{setting}: transformers needs accelerate to shard a model; pip install accelerate.")

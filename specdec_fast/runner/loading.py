@@ -57,7 +57,7 @@ def load_target(
     with named_failures(model):
         ranks = None
         if connect is not None:
-            model, ranks = sharded_copy(model)
+            model, ranks = sharded_copy(model, shares_weights=False)
             connect(ranks)
         target = RaggedModel(model, ops, config.page_size, config.enforce_eager, most_draft_tokens, ranks)
         if config.deterministic:

@@ -96,12 +96,12 @@ def expect_bits_of_plain_decoding(engine):
     return expected
 
 
-def engine_of(folder, tp_size, **settings):
+def engine_of(folder, tp_size, num_draft_tokens=4, **settings):
     return sd.Engine(
         folder,
         RandomTrees([]),
         tp_size=tp_size,
-        num_draft_tokens=4,
+        num_draft_tokens=num_draft_tokens,
         max_batch_size=3,
         page_size=4,
         prefix_cache=True,
@@ -175,7 +175,7 @@ def test_a_rank_that_ends_ends_all_requests_of_a_service(folder):
 )
 def test_other_models_and_numbers_of_ranks_have_equal_bits(kind, tp_size, settings, tmp_path):
     pytest.importorskip("accelerate")
-    engine = engine_of(saved(tmp_path, kind), tp_size, **{"num_draft_tokens": 4} | settings)
+    engine = engine_of(saved(tmp_path, kind), tp_size, **settings)
     expect_bits_of_plain_decoding(engine)
     others = process_ids(engine)
     assert len(others) == tp_size - 1
@@ -224,7 +224,6 @@ class TestRefusals:
         ("settings", "error"),
         [
             ({"quantization": "int8"}, sd.NotYetSupportedError),
-            ({"memory_bytes": 1 << 40}, sd.NotYetSupportedError),
             ({"device": "cuda:1"}, sd.ConfigError),
         ],
     )
