@@ -22,7 +22,7 @@ from specdec_fast.errors import ConfigError, RankError
 from specdec_fast.ranks.exchange import Ranks
 from specdec_fast.ranks.operations import forget
 
-START_SECONDS = 300.0  # that a process may take to import PyTorch and transformers
+START_SECONDS = 300.0  # that a process may take to import PyTorch and transformers, or to load after rank 0
 _LOAD_TIMEOUT = timedelta(minutes=10)  # of one rank that waits for another one while weights are read
 _ANSWER_SECONDS = 60.0  # that a process may take for the rest of a forward, or to allocate pages
 _END_SECONDS = 2.0  # that a process may take to end by itself
@@ -103,7 +103,7 @@ class Workers:
             for pipe in self._pipes:
                 pipe.send(message)
         except OSError as error:
-            raise self._ended(error) from error
+            raise self.reason_of(error) from error
 
     def answers(self, seconds: float = _ANSWER_SECONDS) -> list[Any]:
         """Return the answer of every process, by rank; a RankError says that one has ended, or does not answer."""
@@ -117,17 +117,20 @@ class Workers:
                     raise self.failure
                 found.append(pipe.recv())
             except (EOFError, OSError) as error:
-                raise self._ended(error) from error
+                raise self.reason_of(error) from error
         return found
 
-    def _ended(self, error: Exception) -> Exception:
-        """Return what the watching thread says of a process whose pipe is closed, or will say soon."""
+    def reason_of(self, error: Exception) -> Exception:
+        """Return what ended the processes, after a pipe or an exchange has failed: that of the watching threads.
+
+        If they notice no end soon, it is a RankError with ``error``.
+        """
         deadline = monotonic() + _END_SECONDS
         while self.failure is None and monotonic() < deadline:
             with suppress(subprocess.TimeoutExpired):
                 for process in self.processes:
                     process.wait(0.01)
-        self.fail(RankError(f"a process of the target does not read: {error}; make a new Engine."))
+        self.fail(RankError(f"the ranks of the target have lost each other ({error}); make a new Engine."))
         assert self.failure is not None
         return self.failure
 

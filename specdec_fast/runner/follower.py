@@ -134,6 +134,7 @@ def main(rank: int, num_ranks: int, parent: int, descriptor: int) -> None:
         descriptor: of a connection to it.
 
     """
+    os.dup2(2, 1)  # what libraries print must not come between the output of rank 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for rank 0
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     logging.set_verbosity_error()  # rank 0 says it

@@ -103,7 +103,9 @@ class Leader(PoolCopies):
         if self.workers.failure is not None:
             return self.workers.failure
         if ranks is None or ranks.native is None:  # nothing interrupts ranks that wait for each other
-            self.workers.fail(RankError(f"a forward failed in rank 0: {type(error).__name__}: {error}"))
+            if isinstance(error, Exception):
+                return self.workers.reason_of(error)
+            self.workers.fail(RankError("a forward of the target was interrupted; make a new Engine."))
             return error
         try:
             self.workers.abort()

@@ -121,7 +121,7 @@ def _loaded(
 
 def _answers_of(workers: Workers, error: Exception | None = None) -> list[Loaded]:
     """Return how the other ranks run the target, or raise a RankError, with rank 0's error, if one has failed."""
-    answers = workers.answers()
+    answers = workers.answers(START_SECONDS)
     for rank, answer in enumerate(answers, start=1):
         if isinstance(answer, Failure) and not answer.was_aborted:
             raise RankError(f"rank {rank} could not load the target: {answer.text}") from error

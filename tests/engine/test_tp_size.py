@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConf
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from specdec_fast.kv_cache.forward_layout import batch_without_pages
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.runner.follower import Follower
+from specdec_fast.runner.leader import Leader
+from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.scripted_trees import RandomTrees
 
 SIZES = {
@@ -177,11 +185,66 @@ def test_other_models_and_numbers_of_ranks_have_equal_bits(kind, tp_size, settin
     pytest.importorskip("accelerate")
     engine = engine_of(saved(tmp_path, kind), tp_size, **settings)
     expect_bits_of_plain_decoding(engine)
+    dtype = engine.target.layout.dtype
+    assert bytes_of(weights_of(engine.target.model)) == checkpoint_sizes(str(tmp_path), dtype, tp_size=tp_size).weights
     others = process_ids(engine)
     assert len(others) == tp_size - 1
     del engine
     gc.collect()
     assert all(has_ended(other) for other in others)
+
+
+class InThisProcess:
+    """Workers with one follower, without processes."""
+
+    failure = None
+    ranks = SimpleNamespace(native=SimpleNamespace(restart=lambda: None))
+
+    def __init__(self, follower):
+        self.follower = follower
+        self.answered = []
+
+    def send(self, message):
+        is_asked, answer = self.follower.answer(message)
+        if is_asked:
+            self.answered = [answer]
+
+    def answers(self):
+        return self.answered
+
+    def abort(self):
+        pass
+
+    close = abort
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(MemoryError("no more"), MemoryError), (ValueError("wrong"), sd.RankError)]
+)
+def test_a_forward_that_fails_in_another_rank_raises_in_rank_0(monkeypatch, error, expected):
+    """Memory that runs out there is an error after which the engine tries fewer rows."""
+
+    def fail(*_):
+        raise error
+
+    def aborted(*_):
+        raise RuntimeError("an exchange between ranks was aborted")
+
+    cpu = torch.device("cpu")
+    pool = PagePool(KVLayout.uniform(1, 1, 1, torch.float32, cpu), 4, 4)
+    batch = batch_without_pages(torch.zeros(2, dtype=torch.int64, device=cpu))
+    follower = Follower(rank=1, num_ranks=2)
+    target = SimpleNamespace(layout=pool.layout, forward=fail)
+    monkeypatch.setattr(follower, "_target", target)
+    monkeypatch.setattr(follower, "_pools", {0: pool})
+    leader = Leader(InThisProcess(follower), num_threads=1)
+    monkeypatch.setitem(leader._numbers, pool, 0)
+    with pytest.raises(expected, match=f"rank 1 of the target: {type(error).__name__}: {error}"):
+        leader.compute(aborted, batch, pool, None, None)
+    computed = []
+    target.forward = lambda *given: computed.append(given)
+    assert leader.compute(lambda *_: 3, batch, pool, None, None) == 3
+    assert len(computed) == 1
 
 
 @pytest.mark.grid
