@@ -1,15 +1,12 @@
 """A target sharded over two processes of one thread, relative to one process of two threads: same cores, same rows.
 
-The shape of Qwen3-0.6B with random weights, in bf16, on a CPU. The command starts the processes itself.
+The shape of Qwen3-0.6B with random weights, in bf16, on a CPU. One process makes both engines, one with ``tp_size=2``,
+and lets them decode in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -17,9 +14,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import distributed
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 import specdec_fast as sd
 from bench.common import report
@@ -27,45 +21,33 @@ from bench.common.pairs import PAIRS, random_model, random_prompts
 
 _CPU = torch.device("cpu")
 _NUM_DRAFT_TOKENS = 4
+_ENGINES = {"one process": 1, "two processes": 2}
 
 
-def tokens_per_second(target: Any, draft: Any, batch_size: int, num_tokens: int, repeats: int) -> list[float]:
-    """Return the speed of every repeat, after one that is not counted."""
-    prompts = random_prompts(batch_size, 32, target.config.vocab_size)
-    engine = sd.Engine(target, draft, max_batch_size=batch_size, num_draft_tokens=_NUM_DRAFT_TOKENS)
+def tokens_per_second(engine: sd.Engine, prompts: list[list[int]], num_tokens: int) -> float:
+    """Return the speed of one call."""
     params = sd.SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
-    speeds = []
-    for _ in range(repeats + 1):
-        started = perf_counter()
-        outputs = engine.generate(prompts, params, progress=False)
-        speeds.append(sum(len(each.token_ids) for each in outputs) / (perf_counter() - started))
-    return speeds[1:]
+    started = perf_counter()
+    outputs = engine.generate(prompts, params, progress=False)
+    return sum(len(each.raise_for_error().token_ids) for each in outputs) / (perf_counter() - started)
 
 
-def measured(target: Any, pair: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the speeds by batch size, plainly and with a draft."""
-    draft = random_model(PAIRS[pair].draft, PAIRS[pair].vocab_size, torch.bfloat16, _CPU, 1)
-    return {
-        f"batch {size}, {name}": tokens_per_second(target, each, size, args.tokens, args.repeats)
-        for size in (1, 8)
-        for name, each in (("plain", None), ("draft", draft))
-    }
-
-
-def as_process(args: argparse.Namespace) -> None:
-    """Measure in one process: sharded if there is a process group to join."""
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    torch.set_num_threads(2 // num_processes)
-    plan = {}
-    if num_processes > 1:
-        distributed.init_process_group("gloo")
-        plan = {"distributed_config": DistributedConfig(tp_size=num_processes)}
-    target = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16, **plan).eval()
-    found = measured(target, args.pair, args)
-    if os.environ.get("RANK", "0") == "0":
-        Path(args.out).write_text(json.dumps(found))
-    if num_processes > 1:
-        distributed.destroy_process_group()
+def measured(folder: str, draft: Any, vocab_size: int, args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Return the speeds of every repeat, by engine and batch size, after one that is not counted."""
+    settings: dict[str, Any] = {"max_batch_size": max(args.batch_sizes), "num_draft_tokens": _NUM_DRAFT_TOKENS}
+    engines = {name: sd.Engine(folder, draft, tp_size=size, **settings) for name, size in _ENGINES.items()}
+    speeds: dict[str, dict[str, list[float]]] = {name: {} for name in _ENGINES}
+    for batch_size in args.batch_sizes:
+        prompts = random_prompts(batch_size, 32, vocab_size)
+        case = f"batch {batch_size}, {'plain' if draft is None else 'draft'}"
+        for repeat in range(args.repeats + 1):
+            for name, engine in engines.items():
+                speed = tokens_per_second(engine, prompts, args.tokens)
+                if repeat:
+                    speeds[name].setdefault(case, []).append(speed)
+    for engine in engines.values():
+        engine.close()
+    return speeds
 
 
 def main() -> None:
@@ -74,27 +56,22 @@ def main() -> None:
     parser.add_argument("--pair", choices=PAIRS, default="qwen3-0.6b")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
-    if args.model:
-        as_process(args)
-        return
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torch.set_num_threads(2)
+    pair = PAIRS[args.pair]
+    draft = random_model(pair.draft, pair.vocab_size, torch.bfloat16, _CPU, 1)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in _ENGINES}
     with tempfile.TemporaryDirectory() as folder:
-        pair = PAIRS[args.pair]
         random_model(pair.target, pair.vocab_size, torch.bfloat16, _CPU, 0).save_pretrained(folder)
-        found: dict[str, Any] = {}
-        for name, words in (("one process", []), ("two processes", launcher)):
-            out = f"{folder}/{len(found)}.out"
-            own = ["--pair", args.pair, "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
-            command = [sys.executable, *words, "-m", "bench.sharded", *own, "--model", folder, "--out", out]
-            subprocess.run(command, check=True)
-            found[name] = json.loads(Path(out).read_text())
+        for drafter in (None, draft):
+            for name, speeds in measured(folder, drafter, pair.vocab_size, args).items():
+                found[name] |= speeds
     for case, one in found["one process"].items():
         two = found["two processes"][case]
-        print(f"{case}: {median(one):.1f} -> {median(two):.1f} tokens/s ({median(two) / median(one):.2f}x)")
+        ratio = median(b / a for a, b in zip(one, two, strict=True))
+        print(f"{case}: {median(one):.1f} -> {median(two):.1f} tokens/s ({ratio:.2f}x)")
     report.write_json({"machine": report.machine(_CPU), "speeds": report.rounded(found)}, args.json)
 
 

@@ -150,7 +150,9 @@ void bind_exchange(py::module_& m) {
       .def("concatenate", [](RankExchange& self, std::uintptr_t in, std::uintptr_t out, std::int64_t num_rows,
                              const Widths& widths) {
         self.concatenate(pointer<const void>(in), pointer<void>(out), num_rows, widths);
-      }, unlocked);
+      }, unlocked)
+      .def("abort", &RankExchange::abort)
+      .def("restart", &RankExchange::restart);
 }
 
 }  // namespace

@@ -50,7 +50,6 @@ def generate(
     # Both are checked before a model is loaded.
     prompt_options = {name: keywords.pop(name) for name in PROMPT_KEYWORDS if name in keywords}
     PromptOptions.from_keywords(prompt_options)
-    engine = Engine(
-        target, draft, EngineConfig.from_keywords(keywords), tokenizer=tokenizer, draft_tokenizer=draft_tokenizer
-    )
-    return engine.generate(prompts, params, progress=progress, **prompt_options)
+    config = EngineConfig.from_keywords(keywords)
+    with Engine(target, draft, config, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer) as engine:
+        return engine.generate(prompts, params, progress=progress, **prompt_options)

@@ -74,6 +74,10 @@ class EngineConfig:
             ``docs/quantization.md``.
         draft_quantization: the same for a draft model. With another drafter, or none, the engine refuses it.
         device: the device; None: CUDA if there is a device, else the CPU.
+        tp_size: number of processes over which the target is sharded by the tensor-parallel plan of transformers: this
+            one, which schedules and drafts, and others on this machine that the engine starts and ends, each on a GPU
+            of its own, or on its share of this process's threads of a CPU. The target is then given by name or folder.
+            See ``docs/scaling.md``.
         backend: implementation of the ops: ``"auto"``, or one that ``specdec-fast doctor`` lists.
         deterministic: give every row the same bits in every batch and engine, in any dtype, at one number of threads.
             If PyTorch runs the forwards, this takes padding and more calls (``describe()`` says which). False avoids
@@ -103,6 +107,7 @@ class EngineConfig:
     quantization: str | None = None
     draft_quantization: str | None = None
     device: torch.device | str | None = None
+    tp_size: int = 1
     backend: str = "auto"
     deterministic: bool = True
     enforce_eager: bool = False
@@ -116,7 +121,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected {expected}.")
         if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache={self.prefix_cache!r}: expected True, False or None.")
-        for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1)):
+        for name, smallest in (("max_batch_size", 1), ("max_wait_steps", 0), ("page_size", 1), ("tp_size", 1)):
             expect_at_least(name, getattr(self, name), smallest)
         make_length_policy(self.num_draft_tokens)  # raises if the value is invalid
         for name in ("kv_cache_tokens", "memory_bytes", "max_prefill_tokens"):

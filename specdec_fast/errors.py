@@ -67,12 +67,16 @@ class DeterminismError(SpecDecError, RuntimeError):
     """The model's rows differ in bits between batches on this machine, even if each is computed alone."""
 
 
+class RankError(SpecDecError, RuntimeError):
+    """A process of a target that ``tp_size`` shards has ended or failed; the engine serves no request any more."""
+
+
 class EngineBusyError(SpecDecError, RuntimeError):
     """A step called its own engine, or requests that were added to ``engine.core`` directly have not ended."""
 
 
 class EngineClosedError(SpecDecError, RuntimeError):
-    """An AsyncEngine received a request after it was closed."""
+    """An AsyncEngine, or an Engine with ``tp_size``, received a request after it was closed."""
 
 
 class EngineCopyError(SpecDecError, TypeError):

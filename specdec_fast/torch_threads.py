@@ -36,6 +36,20 @@ def one_thread() -> Iterator[None]:
         _threads.reset(token)
 
 
+@contextmanager
+def number_of_threads(number: int) -> Iterator[None]:
+    """Let the calling thread compute on so many threads."""
+    before = torch.get_num_threads()
+    if before == number:
+        yield
+        return
+    _setter()(number)
+    try:
+        yield
+    finally:
+        _setter()(before)
+
+
 def invariant_call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that gives a row the same bits whatever the other rows, on all threads even in ``one_thread``."""
     threads = _threads.get()

@@ -28,7 +28,7 @@ void relax() {
 
 RankExchange::RankExchange(void* memory, std::int64_t chunk_bytes, int rank, int num_ranks, double timeout_seconds)
     : lines_(static_cast<Line*>(memory)),
-      chunks_(static_cast<char*>(memory) + num_ranks * static_cast<std::int64_t>(sizeof(Line))),
+      chunks_(static_cast<char*>(memory) + (num_ranks + 1) * static_cast<std::int64_t>(sizeof(Line))),
       chunk_bytes_(chunk_bytes),
       rank_(rank),
       num_ranks_(num_ranks),
@@ -41,7 +41,15 @@ RankExchange::RankExchange(void* memory, std::int64_t chunk_bytes, int rank, int
 }
 
 std::int64_t RankExchange::bytes_for(int num_ranks, std::int64_t chunk_bytes) {
-  return num_ranks * static_cast<std::int64_t>(sizeof(Line)) + 2 * num_ranks * chunk_bytes;
+  return (num_ranks + 1) * static_cast<std::int64_t>(sizeof(Line)) + 2 * num_ranks * chunk_bytes;
+}
+
+void RankExchange::abort() { aborted().number.store(1, std::memory_order_release); }
+
+void RankExchange::restart() {
+  turn_ = 0;
+  posted(rank_).number.store(0, std::memory_order_release);
+  if (rank_ == 0) aborted().number.store(0, std::memory_order_release);
 }
 
 void RankExchange::wait_for(int rank) const {
@@ -52,6 +60,7 @@ void RankExchange::wait_for(int rank) const {
   }
   const auto started = std::chrono::steady_clock::now();
   while (posted(rank).number.load(std::memory_order_acquire) < wanted) {
+    if (aborted().number.load(std::memory_order_acquire)) throw std::runtime_error("an exchange between ranks was aborted");
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
     if (seconds > timeout_seconds_) {
       throw std::runtime_error("rank " + std::to_string(rank) + " has sent nothing for " + std::to_string(seconds) +

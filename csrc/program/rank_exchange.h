@@ -26,12 +26,20 @@ class RankExchange {
   // Writes `num_rows` rows, each the rows of all ranks one after the other; `widths` are their lengths in bytes, by rank.
   void concatenate(const void* in, void* out, std::int64_t num_rows, const std::vector<std::int64_t>& widths);
 
+  // Lets calls that wait for another process throw, in every process, until `restart`. Any thread may call it.
+  void abort();
+
+  // Forgets the calls so far, which may have been aborted. Every process must call it, rank 0 as the last one, and none
+  // may exchange before that.
+  void restart();
+
  private:
   struct alignas(64) Line {
     std::atomic<std::uint64_t> number;
   };
 
   Line& posted(int rank) const { return lines_[rank]; }
+  Line& aborted() const { return lines_[num_ranks_]; }
   char* chunk(int rank) const { return chunks_ + (2 * rank + static_cast<int>(turn_ & 1)) * chunk_bytes_; }
   void post_and_wait();  // after it the chunks of all ranks may be read, until the next but one call
   void wait_for(int rank) const;

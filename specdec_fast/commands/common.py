@@ -52,8 +52,16 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
         help="keep KV entries for later prompts that begin alike (default: in batch, chat and serve)",
     )
     add_deterministic_option(parser)
+    add_tp_size(parser)
     add_backend_options(parser)
     add_quantization_options(parser)
+
+
+def add_tp_size(parser: argparse._ActionsContainer) -> None:
+    """Add --tp-size."""
+    parser.add_argument(
+        "--tp-size", type=int, default=1, metavar="N", help="processes over which the target is sharded (default: 1)"
+    )
 
 
 def add_deterministic_option(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +93,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         num_draft_tokens=args.num_draft_tokens,
         prefix_cache=args.prefix_cache,
         dtype=dtype,
+        tp_size=args.tp_size,
         deterministic=not args.no_deterministic,
         **backend_settings(args),
         **quantization_settings(args),

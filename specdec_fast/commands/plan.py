@@ -15,6 +15,7 @@ from specdec_fast.commands.common import (
     add_backend_options,
     add_drafter_options,
     add_quantization_options,
+    add_tp_size,
     backend_settings,
     draft_tokenizer,
     drafter_names,
@@ -82,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peak", type=float, metavar="TFLOP/s", help="of the device, for --no-measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the curves of a JSON file, and do nothing else")
+    add_tp_size(parser)
     add_backend_options(parser)
     add_quantization_options(parser)
 
@@ -151,6 +153,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         **backend_settings(args),
         **quantization_settings(args),
+        "tp_size": args.tp_size,
         "tap_layers": args.tap_layers,
         "draft_tree": args.draft_tree,
     }
@@ -171,7 +174,7 @@ def _computed(
     dtype: Any = config.dtype
     tokenizer = draft_tokenizer(args)
     draft = checked_draft(args.draft, config, tokenizer)
-    target = checkpoint_sizes(args.target, dtype, config.quantization)
+    target = checkpoint_sizes(args.target, dtype, config.quantization, config.tp_size)
     of_draft = held = None
     quantization = copied_quantization(draft)
     if is_draft_model(draft):

@@ -12,6 +12,7 @@ from specdec_fast.commands.common import (
     add_deterministic_option,
     add_quantization_options,
     add_target_options,
+    add_tp_size,
     backend_settings,
 )
 from specdec_fast.commands.line_results import write_results
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens", type=int, default=None, metavar="N", help="tokens per step, at most (default: all)"
     )
     add_deterministic_option(parser)
+    add_tp_size(parser)
     add_backend_options(parser)
     add_quantization_options(parser, has_draft=False)
 
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         max_batch_size=args.batch_size,
         max_prefill_tokens=args.max_prefill_tokens,
         dtype=args.dtype,
+        tp_size=args.tp_size,
         deterministic=not args.no_deterministic,
         quantization=args.quantization,
         **backend_settings(args),

@@ -28,22 +28,24 @@ from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, 
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
 from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
-from specdec_fast.errors import ConfigError, MemoryBudgetError, RequestError
+from specdec_fast.errors import (
+    ConfigError,
+    EngineClosedError,
+    MemoryBudgetError,
+    NotYetSupportedError,
+    RequestError,
+)
 from specdec_fast.freed_memory import return_freed_memory
-from specdec_fast.models.loading import load_model
-from specdec_fast.models.probe import named_failures
 from specdec_fast.models.quantized_linears import bytes_by_kind
-from specdec_fast.ops import resolve
 from specdec_fast.request.detokenizer import expect_tokenizers, load_tokenizer
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, ScoreOutput, StreamChunk
-from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
 from specdec_fast.runner.graphs.graphs import described
+from specdec_fast.runner.loading import load_sharded, load_target
 from specdec_fast.runner.profiling import forward_seconds
-from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import scoring_params
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
@@ -79,6 +81,7 @@ class Engine:
         BackendError: the requested backend cannot run here.
         ForkedProcessError: this process was forked from one that has made an engine, and uses several threads.
         DeterminismError: ``deterministic=True``, and a model's bits depend on the batch even one row at a time.
+        RankError: a process of ``tp_size`` has failed or ended. Calls raise it too, when a process has ended.
     """
 
     def __init__(
@@ -97,22 +100,11 @@ class Engine:
         expect_tokenizers(tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
         draft = checked_draft(draft, self.config, draft_tokenizer)
         draft = affordable_draft(target, draft, self.config)
-        model = load_model(
-            target,
-            self.config.dtype,  # type: ignore[arg-type]
-            self.config.device,  # type: ignore[arg-type]
-            quantization=self.config.quantization,
-        )
-        weight = next(model.parameters())
-        self._ops = resolve(weight.device, self.config.backend, weight.dtype)
-        with named_failures(model):
-            most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
-            options = (self.config.page_size, self.config.enforce_eager, most_draft_tokens)
-            self.target = RaggedModel(model, self._ops, *options)
-            self._expect_same_steps()
-            if self.config.deterministic:
-                make_deterministic(self.target)
-            self.target.release_memory()
+        most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
+        load = load_target if self.config.tp_size == 1 else load_sharded
+        self.target = load(target, self.config, most_draft_tokens)
+        self._ops = self.target.ops
+        self._expect_same_steps()
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
         self.draft_choice: DraftChoice | None = None
@@ -177,6 +169,26 @@ class Engine:
                 raise
         self.target.keep_no_draft_rows()
         return plan_memory(self.target, drafter, self.config, drafts=False)
+
+    def close(self) -> None:
+        """End the processes that ``tp_size`` has started; further calls raise EngineClosedError. Any thread may call.
+
+        The end of a ``with`` block does it, the garbage collector, and the end of this process. Requests that are
+        running end with that error. Without ``tp_size`` there is nothing to close, and the engine can still be used.
+        """
+        if self.target.leader is not None:
+            self.target.leader.workers.close(EngineClosedError("the engine has been closed; make a new one."))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no request can be served any more: with ``tp_size``, a process that has ended. None: it serves."""
+        return None if self.target.leader is None else self.target.leader.workers.failure
 
     @property
     def drafter(self) -> Drafter:
@@ -304,7 +316,13 @@ class Engine:
         Raises:
             UnsupportedModelError: tensors or modules of the target have been replaced, or numbers that its program has
                 copied (sums like 1 + w) have changed; make a new Engine.
+            NotYetSupportedError: ``tp_size`` shards the target.
         """
+        if self.target.leader is not None:
+            raise NotYetSupportedError(
+                f"tp_size={self.config.tp_size}: the processes of the target take no updates of its weights; make a "
+                "new Engine from the new checkpoint."
+            )
         self.target.expect_program_of_weights()
         self.reset_prefix_cache()
         self.drafter.sync_weights()
@@ -328,6 +346,7 @@ class Engine:
             "num_draft_tokens": self.config.num_draft_tokens,
             "dtype": str(self.target.layout.dtype).removeprefix("torch."),
             "device": str(self.target.layout.device),
+            "tp_size": self.config.tp_size,
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_padding.multiple,
             "linear_bytes": bytes_by_kind(self.target.model),
@@ -349,7 +368,7 @@ class Engine:
 
     def _expect_same_steps(self) -> None:
         """Refuse a K that depends on times if other processes must run the same steps."""
-        if self.target.is_sharded and not isinstance(self.config.num_draft_tokens, int):
+        if self.target.needs_same_calls and not isinstance(self.config.num_draft_tokens, int):
             raise ConfigError(
                 f"num_draft_tokens={self.config.num_draft_tokens!r}, but the target is sharded over processes, each of "
                 "which would choose K by its own measurements; pass an integer."

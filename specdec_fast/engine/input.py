@@ -188,7 +188,7 @@ class RequestBuilder:
         """
         if params.temperature == 0:
             return None
-        if params.seed is None and self._target.is_sharded:
+        if params.seed is None and self._target.needs_same_calls:
             raise InvalidParamsError(
                 "a request samples without a seed, but the target is sharded over processes, each of which would draw "
                 "its own; pass seed=..."

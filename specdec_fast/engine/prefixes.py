@@ -134,7 +134,7 @@ def why_no_prefixes(target: RaggedModel, drafter: Drafter, config: EngineConfig)
         return "prefix_cache is not set"
     if target.layout.states:
         return "the target's recurrent layers keep one state of a sequence, and none of its prefixes"
-    if target.is_sharded:
+    if target.needs_same_calls:
         return "the target is sharded over processes, which must all compute the same rows"
     if drafter.taps and not drafter.knows_prefixes:
         return f"drafter {drafter.name!r} needs the hidden states of every row"

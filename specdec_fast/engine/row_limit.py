@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from specdec_fast.drafters import Drafter
-from specdec_fast.errors import RequestMemoryError, SpecDecError
+from specdec_fast.errors import RequestMemoryError
+from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.request.sequence import Sequence
 
 _STEPS = 64  # after which twice as many rows are tried
-# PyTorch raises no type of its own for a CPU, nor for some libraries on a GPU.
-_MESSAGES = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory could not be allocated, on the device or on the host."""
-    if isinstance(error, SpecDecError):
-        return False
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def memory_error(error: BaseException) -> RequestMemoryError:

@@ -75,6 +75,8 @@ class EngineDeployment:
         """Raise if the engine is closed, or if it is idle and cannot decode a token; Ray Serve then replaces it."""
         if self.engine.is_closed:
             raise EngineClosedError("the engine of this replica has been closed.")
+        if self.engine.failure is not None:
+            raise self.engine.failure
         stats = self.engine.stats()
         if stats.num_running or stats.num_waiting:
             return  # a token would have to wait for the others, perhaps for longer than the check may take

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Many
 
 import numpy as np
+from torch import Tensor
 
 from specdec_fast.device_copy import all_to_device
 from specdec_fast.kv_cache.page_pool import PagePool
@@ -37,5 +38,12 @@ def keep_paths(pool: PagePool, ops: Ops, roots: Many[tuple[Hashable, int]], path
     num_pages = max(sources) // pool.page_size + 1
     moves = (np.array(values, np.int32) for values in (cu_moves, sources, destinations))
     table, *moved_rows = all_to_device([pool.tables[:, :num_pages][places], *moves], pool.layout.device)
+    if pool.layout.copies is not None:
+        pool.layout.copies.compact(pool, table, moved_rows)
+    move_entries(pool, ops, table, moved_rows)
+
+
+def move_entries(pool: PagePool, ops: Ops, table: Tensor, moved_rows: Many[Tensor]) -> None:
+    """Move entries in all layers of a pool: the arguments of ``compact_kv_``."""
     for tensor in pool.tensors:
         (ops.unchecked or ops).compact_kv_(tensor, table, *moved_rows)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,22 @@ class KVShape(NamedTuple):
     num_kv_heads: int
     key_head_dim: int
     value_head_dim: int
+
+
+class PoolCopies(Protocol):
+    """Pools of the other ranks of a sharded model, with their own heads of the same positions (``runner/leader.py``).
+
+    A pool tells them what allocates or changes its memory outside of a forward.
+    """
+
+    def allocate(self, pool: Any) -> None:
+        """Allocate as many pages as a new pool has. Raises RuntimeError if another rank has no memory for them."""
+
+    def copy(self, source: Any, destination: Any) -> None:
+        """Copy all pages of a pool into the first pages of a larger one."""
+
+    def compact(self, pool: Any, table: Tensor, moves: Sequence[Tensor]) -> None:
+        """Move entries of a pool: the arguments of ``compact_kv_``."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class KVLayout:
     states: tuple[StateShape, ...] = ()  # what each recurrent call keeps, in the order of a forward's calls
     most_draft_tokens: int = MOST_DRAFT_TOKENS  # of a sequence in a verification; states keep their rows
     indexers: tuple[int, ...] = ()  # the model's number of the layer of each indexer
+    copies: PoolCopies | None = field(default=None, compare=False)  # other ranks' pools; None: there are none to tell
 
     @classmethod
     def uniform(

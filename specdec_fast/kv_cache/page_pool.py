@@ -92,6 +92,8 @@ class PagePool:
         self.num_pages = -(-num_tokens // page_size)  # without the scratch page
         try:
             self.tensors, self.layers = layout.allocate(self.num_pages + 1, page_size)
+            if layout.copies is not None:
+                layout.copies.allocate(self)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             needed = (self.num_pages + 1) * page_size * layout.bytes_per_token
             raise KVCacheAllocationError(
@@ -196,8 +198,9 @@ class PagePool:
         # without states: the larger pool takes this one's
         pool = PagePool(replace(self.layout, states=()), num_tokens, self.page_size, self.row_padding)
         pool.layout = self.layout
-        for smaller, larger in zip(self.tensors, pool.tensors, strict=True):
-            larger[:, :, : self.num_pages + 1] = smaller
+        pool.copy_pages(self)
+        if self.layout.copies is not None:
+            self.layout.copies.copy(self, pool)
         pool._free = [*range(pool.num_pages, self.num_pages, -1), *self._free]
         pool._pages_of = self._pages_of
         pool.prefixes = self.prefixes
@@ -210,6 +213,11 @@ class PagePool:
         pool.states = self.states
         pool.pages = pool.pages._replace(states=self.pages.states)
         return pool
+
+    def copy_pages(self, source: PagePool) -> None:
+        """Copy the entries of all pages of a smaller pool into the same pages."""
+        for smaller, larger in zip(source.tensors, self.tensors, strict=True):
+            larger[:, :, : source.num_pages + 1] = smaller
 
     def place(self, owner: Hashable) -> int:
         """Return the owner's row in ``tables`` and ``slots``."""

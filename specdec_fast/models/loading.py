@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.parameter_shapes import other_shapes
@@ -28,6 +29,7 @@ def load_model(
     device: torch.device | None,
     role: str = "target",
     quantization: str | None = None,
+    tp_size: int = 1,
 ) -> PreTrainedModel:
     """Load a Hugging Face model by name or folder, or the one in a GGUF file, or return a loaded one unchanged.
 
@@ -40,6 +42,7 @@ def load_model(
         device: None: CUDA if there is a device, else the CPU.
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
         quantization: one of ``QUANTIZATIONS``; None: weights stay as they are.
+        tp_size: number of processes over which it is sharded, all of which make this call in one process group.
 
     Raises ConfigError if there is no such model or device; if files are damaged, weights are missing or have other
     shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
@@ -67,6 +70,8 @@ def load_model(
         return refuse_saving(model)
     try:
         options = _options_of(name, setting, rounding, device)
+        if tp_size > 1:
+            options["distributed_config"] = DistributedConfig(tp_size=tp_size)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
             **options,
@@ -75,7 +80,7 @@ def load_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they become an error that names them
         )
-        model = model.to(device).eval()
+        model = (model if tp_size > 1 else model.to(device)).eval()
     except Exception as error:  # no such model, damaged files, no memory; every reader raises errors of its own
         reason = why_unreadable(error)
         missing = "" if Path(name).exists() else " (there is no such folder)"

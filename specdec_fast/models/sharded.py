@@ -8,19 +8,26 @@ are plain ones over local weights, and where the plan exchanges numbers, it call
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
 import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, NotYetSupportedError
+from specdec_fast.models.quantized_linears import how_quantised_by
 from specdec_fast.ranks.exchange import Ranks, connected
 from specdec_fast.ranks.operations import embedding_part, number_of, rank_concatenate, rank_sum
+from specdec_fast.request.detokenizer import is_gguf
 
 # Styles of a plan that change nothing in a forward: they distribute gradients, or keep whole parameters.
 _LOCAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate")
-_connections: dict[Any, Ranks] = {}  # by process group
+_connections: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()  # by process group
 
 
 class SummedLinear(nn.Module):
@@ -85,17 +92,18 @@ class SummedExperts(nn.Module):
         return rank_sum(self.part(*given), self._ranks)
 
 
-def sharded_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Ranks]:
+def sharded_copy(model: PreTrainedModel, shares_weights: bool = True) -> tuple[PreTrainedModel, Ranks]:
     """Return a copy of a sharded model that shares its weights and has modules of its own, and its ranks.
 
-    Every process of the group must make this call.
+    Every process of the group must make this call. Without ``shares_weights``, parts that transformers keeps as views
+    of whole tensors are copied, so that the whole ones are freed with ``model``.
 
     Raises:
         NotYetSupportedError: a module has a style of the plan that is not served.
         ConfigError: the heads of the model cannot be divided by the number of processes.
     """
     mesh = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
-    expect_divisible_heads(model, mesh.size())
+    expect_divisible_heads(model.config, mesh.size())
     styles = _styles_of(model)
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     # `widths` of sharded outputs are known to all ranks, because PyTorch's rule for uneven shards is
@@ -108,7 +116,10 @@ def sharded_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Ranks]:
     sizes: dict[int, int] = {}
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "device_mesh") else parameter
-        kept[id(parameter)] = own = nn.Parameter(local.detach(), requires_grad=False)
+        local = local.detach()
+        if not shares_weights and local.untyped_storage().nbytes() > local.nbytes:
+            local = local.clone()
+        kept[id(parameter)] = own = nn.Parameter(local, requires_grad=False)
         sizes[id(own)] = parameter.shape[0]
     own_model = copy.deepcopy(model, kept)
     for name, style in styles.items():
@@ -127,6 +138,29 @@ def _styles_of(model: PreTrainedModel) -> dict[str, str]:
         if style is not None:
             styles[name] = style
     return styles
+
+
+def bytes_of_rank(model: PreTrainedModel, tp_size: int) -> int:
+    """Return the bytes of the weights of the rank with most of them, of a whole model that would be sharded so.
+
+    Raises NotYetSupportedError if there is no plan for the model.
+    """
+    if not getattr(model, "tp_plan", None):
+        raise NotYetSupportedError(
+            f"tp_size={tp_size}, but transformers has no tensor-parallel plan for a {type(model).__name__}; leave it "
+            "out."
+        )
+    axes: dict[int, int] = {}  # of each sharded parameter, the axis that is
+    for name, style in _styles_of(model).items():
+        if style not in _LOCAL:
+            axis = 1 if style == "rowwise" else 0
+            axes |= {id(weight): axis for weight in model.get_submodule(name).parameters() if weight.dim() > axis}
+    sizes = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        axis_size = tensor.shape[axes[id(tensor)]] if id(tensor) in axes else 0
+        part = -(-axis_size // tp_size) * (tensor.numel() // axis_size) if axis_size else tensor.numel()
+        sizes[id(tensor)] = part * tensor.itemsize
+    return sum(sizes.values())
 
 
 def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[int, int]) -> nn.Module:
@@ -164,13 +198,62 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module.eval())
 
 
-def expect_divisible_heads(model: PreTrainedModel, size: int) -> None:
-    """Raise a ConfigError if ``size`` processes cannot have equal numbers of the model's heads."""
-    config = model.config.get_text_config(decoder=True)
+def expect_divisible_heads(config: PretrainedConfig, size: int) -> None:
+    """Raise a ConfigError if ``size`` processes cannot have equal numbers of the heads of a model."""
+    text_config = config.get_text_config(decoder=True)
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
+        heads = getattr(text_config, name, None)
         if isinstance(heads, int) and heads % size:
             raise ConfigError(
                 f"{name}={heads} cannot be divided by the {size} processes over which the target is sharded; take a "
                 "number of processes that divides it."
             )
+
+
+def expect_shardable(source: Any, config: EngineConfig) -> None:
+    """Check, before processes are started for ``config.tp_size``, what is known of the target without loading it.
+
+    Raises:
+        ConfigError: the target is loaded already, the device is another one than transformers would take, or there are
+            too few GPUs or heads.
+        NotYetSupportedError: a setting needs whole weights, or there is no plan for the target.
+
+    """
+    setting = f"tp_size={config.tp_size}"
+    if isinstance(source, nn.Module):
+        raise ConfigError(
+            f"{setting}, but the target is a loaded {type(source).__name__}, whole in this process; pass its name or "
+            "folder, so that every process loads its own part."
+        )
+    if config.quantization is not None:
+        raise NotYetSupportedError(f"{setting} does not serve quantization={config.quantization!r} yet; leave one out.")
+    _expect_devices(setting, config)
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(f"{setting}: transformers needs accelerate to shard a model; pip install accelerate.")
+    if is_gguf(os.fspath(source)):
+        raise NotYetSupportedError(f"{setting} does not serve GGUF files yet; pass a folder of safetensors.")
+    try:
+        of_model = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception:  # loading says what is wrong with it
+        return
+    if (how := how_quantised_by(of_model)) is not None:
+        raise NotYetSupportedError(f"{setting} does not serve checkpoints quantised by {how} yet; leave it out.")
+    if not getattr(of_model.get_text_config(decoder=True), "base_model_tp_plan", None):
+        raise NotYetSupportedError(
+            f"{setting}, but transformers has no tensor-parallel plan for models of type {of_model.model_type!r}; "
+            "leave it out."
+        )
+    expect_divisible_heads(of_model, config.tp_size)
+
+
+def _expect_devices(setting: str, config: EngineConfig) -> None:
+    """Raise a ConfigError unless the ranks can take the devices that transformers chooses: first GPUs, or the CPU."""
+    device: Any = config.device
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if device is not None and (device.type != kind or device.index):
+        raise ConfigError(
+            f"{setting}, device={device}: processes take the first devices of kind {kind!r}, one each; leave device "
+            "out, and let CUDA_VISIBLE_DEVICES name the GPUs."
+        )
+    if kind == "cuda" and torch.cuda.device_count() < config.tp_size:
+        raise ConfigError(f"{setting}, but there are {torch.cuda.device_count()} GPUs; every process takes one.")

@@ -19,6 +19,7 @@ from specdec_fast.models.probe import probe_of
 from specdec_fast.models.quantized_checkpoint import ModelCodes, fields_of_codes
 from specdec_fast.models.quantized_linears import PackedExperts, how_quantised, quantized_linears
 from specdec_fast.models.rounded_models import expect_whole_codes, tensors_after_rounding
+from specdec_fast.models.sharded import bytes_of_rank, expect_divisible_heads
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.quantization.packed_weight import PackedWeight
@@ -46,13 +47,16 @@ class CheckpointSizes(NamedTuple):
         return bytes_per_slot(self.states, most_draft_tokens)
 
 
-def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str | None = None) -> CheckpointSizes:
+def checkpoint_sizes(
+    source: Any, dtype: torch.dtype | None, quantization: str | None = None, tp_size: int = 1
+) -> CheckpointSizes:
     """Return the sizes of a Hugging Face checkpoint from its config, or of a loaded model.
 
     The weights will be loaded in ``dtype``; None: the checkpoint's. Those of linears will be rounded as
     ``quantization`` says; None, and with ``"a8"``: not. Of a folder with codes of its own the bytes are those of the
-    codes. Raises ConfigError if the config cannot be read, names no dtype, describes quantised weights whose sizes are
-    unknown, or does not fit ``quantization``.
+    codes. With ``tp_size`` they are those of the rank with most. Raises ConfigError if the config cannot be read, names
+    no dtype, describes quantised weights whose sizes are unknown, or does not fit ``quantization`` or ``tp_size``;
+    NotYetSupportedError if there is no plan for ``tp_size``.
     """
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
@@ -61,12 +65,14 @@ def checkpoint_sizes(source: Any, dtype: torch.dtype | None, quantization: str |
         layout = hf.layout
     except SpecDecError as error:
         raise ConfigError(f"the memory of {type(model).__name__} cannot be laid out: {error}") from error
+    if tp_size > 1:
+        expect_divisible_heads(model.config, tp_size)
     return CheckpointSizes(
-        _weights_bytes(model, quantization),
-        layout.bytes_per_token,
+        bytes_of_rank(model, tp_size) if tp_size > 1 else _weights_bytes(model, quantization),
+        layout.bytes_per_token // tp_size,
         config.vocab_size * layout.dtype.itemsize,
         estimated_row_bytes(model, layout.dtype.itemsize),
-        _row_parameters(model, config),
+        _row_parameters(model, config) // tp_size,
         max_positions(config),
         layout.states,
     )
@@ -125,7 +131,7 @@ def least_memory(target: Any, draft: Any, config: EngineConfig) -> EngineMemory:
     unknown.
     """
     dtype: Any = config.dtype
-    of_target = _target_part(checkpoint_sizes(target, dtype, config.quantization), 0)
+    of_target = _target_part(checkpoint_sizes(target, dtype, config.quantization, config.tp_size), 0)
     of_draft = None
     if draft is not None:
         is_known = isinstance(draft, CheckpointSizes)

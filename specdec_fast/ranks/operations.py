@@ -7,7 +7,8 @@ from torch import Tensor
 
 from specdec_fast.ranks.exchange import Ranks
 
-_known: list[Ranks] = []  # operations take integers: the places here; few, because a process group has one
+# Operations take integers: the places here. Few, because a process group has one; None: they have been closed.
+_known: list[Ranks | None] = []
 
 _LIBRARY = torch.library.Library("specdec_fast", "FRAGMENT")
 _LIBRARY.define("rank_sum(Tensor rows, int ranks) -> Tensor")
@@ -24,15 +25,23 @@ def number_of(ranks: Ranks) -> int:
 
 def ranks_of(number: int) -> Ranks:
     """Return the ranks with a number from ``number_of``."""
-    return _known[number]
+    ranks = _known[number]
+    assert ranks is not None, "they have been forgotten"
+    return ranks
+
+
+def forget(ranks: Ranks) -> None:
+    """Let ranks have no number any more: their model computes nothing from now on."""
+    if ranks in _known:
+        _known[_known.index(ranks)] = None
 
 
 def _sum(rows: Tensor, ranks: int) -> Tensor:
-    return _known[ranks].sum(rows)
+    return ranks_of(ranks).sum(rows)
 
 
 def _concatenate(rows: Tensor, ranks: int, widths: list[int]) -> Tensor:
-    return _known[ranks].concatenate(rows, list(widths))
+    return ranks_of(ranks).concatenate(rows, list(widths))
 
 
 def _embedding_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:

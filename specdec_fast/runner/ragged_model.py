@@ -42,6 +42,7 @@ from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.graphs import Graphs
 from specdec_fast.runner.hf_model import HFModel
+from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.reproduction import check_reproduces
 from specdec_fast.runner.verification import StepPlan, Verification
 
@@ -60,6 +61,7 @@ class RaggedModel:
         max_positions: number of positions that it can serve; None if its config has no limit.
         eos_token_ids: ids that end a text, from its generation config.
         is_sharded: whether its weights are sharded over processes. All of them must then compute the same forwards.
+        leader: lets the other processes compute what this one does; None: they make the same calls by themselves.
         program, device_program: runs its whole forward in one call, or as few launches; both None if PyTorch does.
         why_no_program: the reason why PyTorch runs it.
         graphs: graphs of its forwards of few rows; None before ``use_graphs``, and on a device without graphs.
@@ -76,12 +78,13 @@ class RaggedModel:
         page_size: int = 16,
         enforce_eager: bool = False,
         most_draft_tokens: int = MOST_DRAFT_TOKENS,
+        ranks: Ranks | None = None,
     ) -> None:
         model_checks.check_decoder(model)
-        self.is_sharded = is_sharded(model)
-        ranks: Ranks | None = None
-        if self.is_sharded:
+        if is_sharded(model):
             model, ranks = sharded_copy(model)
+        self.is_sharded = ranks is not None
+        self.leader: Leader | None = None
         self.model = model
         self.ops = ops
         self.page_size = page_size
@@ -145,8 +148,22 @@ class RaggedModel:
 
     @property
     def has_fused_step(self) -> bool:
-        """Whether its program's ``draft`` and ``verify`` run its steps: it has a program, and rows need no padding."""
-        return self.program is not None and self.row_padding.multiple == 1
+        """Whether its program's ``draft`` and ``verify`` run its steps: it has a program, and rows need no padding.
+
+        Ranks that a leader tells what to compute get forwards, not steps.
+        """
+        return self.program is not None and self.row_padding.multiple == 1 and self.leader is None
+
+    @property
+    def needs_same_calls(self) -> bool:
+        """Whether other processes must make the same calls: it is sharded over processes that its caller started."""
+        return self.is_sharded and self.leader is None
+
+    def lead(self, leader: Leader) -> None:
+        """From now on let other processes compute what this one does."""
+        self.leader = leader
+        self.layout = self.hf.layout = replace(self.layout, copies=leader)
+        self._runner = self._chosen_runner()
 
     @property
     def row_padding(self) -> RowPadding:
@@ -203,6 +220,13 @@ class RaggedModel:
         return self._runner.compute(batch, pool, logit_rows, hidden_states)
 
     def _compute(
+        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
+    ) -> Tensor:
+        if self.leader is not None:
+            return self.leader.compute(self._compute_here, batch, pool, logit_rows, hidden_states)
+        return self._compute_here(batch, pool, logit_rows, hidden_states)
+
+    def _compute_here(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
     ) -> Tensor:
         if self.program is not None:
@@ -434,7 +458,7 @@ class RaggedModel:
             UnsupportedModelError: a change that its program would not see, or PyTorch would run it in training mode.
 
         """
-        if not self.has_program:
+        if not self.has_program and self.leader is None:  # other ranks would not compute its forwards
             self._in_training = check_repeats(self.model, self._probe_logits, self._in_training)
         if self.graphs is not None:
             self.graphs.expect_same_weights()

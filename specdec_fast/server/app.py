@@ -170,9 +170,11 @@ class _Api:
         return json_response(self._card(name)) if name in self._names else self._unknown(name)
 
     async def health(self) -> Response:
-        """Say whether requests are served: 200, or 503 before the engine is warm and while it closes."""
+        """Say whether requests are served: 200, or 503: the engine is not warm yet, closes, or has failed."""
         if self._engine.is_closed:
             return json_response({"status": "closing"}, 503)
+        if self._engine.failure is not None:
+            return json_response({"status": f"failed: {self._engine.failure}"}, 503)
         warm_up = self.begin_warm_up()  # a mounted application has no start of its own
         if not warm_up.done():
             return json_response({"status": "warming up"}, 503)

@@ -85,10 +85,10 @@ class AsyncEngine:
             keywords.setdefault("max_prefill_tokens", _PREFILL_TOKENS)
         config = as_config(config, keywords).for_service()
         self.engine = Engine(target, draft, config, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
-        if self.engine.target.is_sharded:
+        if self.engine.target.needs_same_calls:
             raise ConfigError(
                 "the target is sharded over processes, and requests would reach an AsyncEngine in each at different "
-                "times; use Engine, and make the same calls in every process."
+                "times; pass the target's name with tp_size=N, or use Engine and make the same calls in every process."
             )
         core = self.engine.core
         self._builder = self.engine.request_builder()
@@ -106,6 +106,11 @@ class AsyncEngine:
     def is_closed(self) -> bool:
         """Whether ``close`` has been called."""
         return self._is_closed
+
+    @property
+    def failure(self) -> Exception | None:
+        """See ``Engine.failure``."""
+        return self.engine.failure
 
     @property
     def is_encoding(self) -> bool:
@@ -287,6 +292,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._encoders.close, _ENCODERS_SECONDS)
         self._worker.end(self._live.all(), error)  # those that another event loop has sent meanwhile
         await asyncio.to_thread(self._worker.close)
+        await asyncio.to_thread(self.engine.close)
 
     async def __aenter__(self) -> AsyncEngine:
         return self

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import specdec_fast as sd
-from specdec_fast.engine.row_limit import RowLimit, is_out_of_memory
+from specdec_fast.engine.row_limit import RowLimit
+from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.request.sequence import Sequence
 from support.memory_errors import ERRORS
 

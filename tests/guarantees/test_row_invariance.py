@@ -63,7 +63,7 @@ def test_prefill_in_other_chunks_has_the_same_bits(prompt_ids, monkeypatch, targ
         model.row_padding = replace(model.row_padding, largest=48)
         made.append(model.row_padding)
 
-    monkeypatch.setattr("specdec_fast.engine.engine.make_deterministic", in_small_chunks)
+    monkeypatch.setattr("specdec_fast.runner.loading.make_deterministic", in_small_chunks)
     assert_same_bits(target, None, prompt_ids, alone, max_batch_size=8)
     assert made, "the engine did not ask for the rule"
 

@@ -140,7 +140,7 @@ def test_a_checkpoint_that_cannot_fit_is_not_loaded(monkeypatch):
     def loaded(*_, **settings):
         raise AssertionError("the checkpoint was loaded")
 
-    monkeypatch.setattr(engine_module, "load_model", loaded)
+    monkeypatch.setattr(engine_module, "load_target", loaded)
     with pytest.raises(sd.MemoryBudgetError, match=r"lacks \d+ bytes .* largest term is target weights"):
         sd.Engine(demo_pair() / "target", demo_pair() / "draft", memory_bytes=10**6)
     with pytest.raises(AssertionError, match="was loaded"):

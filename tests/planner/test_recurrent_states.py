@@ -141,7 +141,7 @@ def test_a_budget_without_room_for_one_state_is_refused(models, tmp_path, monkey
     sizes = checkpoint_sizes(tmp_path, torch.float32)
     states = 2 * sizes.bytes_per_sequence(0)
     least = sizes.weights + states + sizes.logits_bytes
-    monkeypatch.setattr(engine_module, "load_model", lambda *_: pytest.fail("the checkpoint was loaded"))
+    monkeypatch.setattr(engine_module, "load_target", lambda *_: pytest.fail("the checkpoint was loaded"))
     with pytest.raises(sd.MemoryBudgetError, match="no sequence fits, however short") as refused:
         sd.Engine(tmp_path, "ngram", memory_bytes=least - 1, dtype="float32")
     assert f"target states {states}" in str(refused.value)

@@ -18,15 +18,15 @@ def bundled_models_loaded_once() -> Iterator[None]:
     """In the ``with`` block engines of the bundled pair share its models, which they do not change."""
     models: dict[Any, Any] = {}
 
-    def loaded(source, dtype, device, role="target", quantization=None):
+    def loaded(source, dtype, device, role="target", quantization=None, tp_size=1):
         is_path = isinstance(source, (str, os.PathLike))
-        if quantization is not None or not is_path or Path(source).parent != demo_pair():
-            return load_model(source, dtype, device, role, quantization)
+        if quantization is not None or tp_size > 1 or not is_path or Path(source).parent != demo_pair():
+            return load_model(source, dtype, device, role, quantization, tp_size)
         key = (str(source), dtype, device, role)
         if key not in models:
             models[key] = load_model(source, dtype, device, role)
         return models[key]
 
-    engines = patch("specdec_fast.engine.engine.load_model", loaded)
+    engines = patch("specdec_fast.runner.loading.load_model", loaded)
     with engines, patch("specdec_fast.drafters.registry.load_model", loaded):
         yield

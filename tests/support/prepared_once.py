@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 from bench.op_cases import with_tensors
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.model_watch import hooked_class, replaced_forward
+from specdec_fast.models import sharded
 from specdec_fast.models.model_checks import check_ignores_answers
 from specdec_fast.program import compile_forward
 from specdec_fast.program.plan.ir import Plan
@@ -114,14 +115,16 @@ def checked_once() -> Iterator[None]:
             check_ignores_answers(name, forward, layout, make_cache, page_size)
             _IGNORE_ANSWERS.add(kind)
 
-    engine = patch("specdec_fast.engine.engine.make_deterministic", deterministic)
+    engine = patch("specdec_fast.runner.loading.make_deterministic", deterministic)
     drafter = patch("specdec_fast.drafters.registry.make_deterministic", deterministic)
     with engine, drafter, patch("specdec_fast.models.model_checks.check_ignores_answers", ignores_answers):
         yield
 
 
 def _kind_of(model: Any, *others: Any) -> Any:
-    """Return what decides how a model computes; None if hooks or other forwards may decide it."""
+    """Return what decides how a model computes; None if hooks, other forwards or other processes may decide it."""
+    if any(type(module).__module__ == sharded.__name__ for module in model.modules()):
+        return None
     if hooked_class(model) or any(replaced_forward(module) for module in model.modules()):
         return None
     dtypes = {str(tensor.dtype) for tensor in chain(model.parameters(), model.buffers())}

@@ -1,0 +1,128 @@
+"""Loads the target of an engine; with ``tp_size``, in every process of its ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike, fspath
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec_fast.config import EngineConfig
+from specdec_fast.errors import NotYetSupportedError, RankError, SpecDecError
+from specdec_fast.models.loading import load_model
+from specdec_fast.models.probe import named_failures
+from specdec_fast.models.sharded import expect_shardable, sharded_copy
+from specdec_fast.ops import resolve
+from specdec_fast.ranks.exchange import Ranks
+from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
+from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, join_group, leave_group
+from specdec_fast.runner.batch_invariance import make_deterministic
+from specdec_fast.runner.leader import Leader
+from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.torch_threads import number_of_threads
+
+_FOLLOWER = "specdec_fast.runner.follower"
+
+
+def load_target(
+    source: str | PathLike[str] | PreTrainedModel,
+    config: EngineConfig,
+    most_draft_tokens: int,
+    connect: Callable[[Ranks], None] | None = None,
+) -> RaggedModel:
+    """Load a target, or take a loaded one, and check that it can be served.
+
+    Args:
+        source: as for ``Engine``.
+        config: of the engine.
+        most_draft_tokens: of a sequence in a step.
+        connect: gets the ranks, if ``tp_size`` shards the target. Every rank makes this call.
+
+    Raises:
+        ConfigError, UnsupportedModelError, BackendError, DeterminismError: see ``Engine``.
+
+    """
+    model = load_model(
+        source,
+        config.dtype,  # type: ignore[arg-type]
+        config.device,  # type: ignore[arg-type]
+        quantization=config.quantization,
+        tp_size=config.tp_size,
+    )
+    weight = next(model.parameters())
+    ops = resolve(weight.device, config.backend, weight.dtype)
+    with named_failures(model):
+        ranks = None
+        if connect is not None:
+            model, ranks = sharded_copy(model, shares_weights=False)
+            connect(ranks)
+        target = RaggedModel(model, ops, config.page_size, config.enforce_eager, most_draft_tokens, ranks)
+        if config.deterministic:
+            make_deterministic(target)
+        target.release_memory()
+    return target
+
+
+def load_sharded(source: str | PathLike[str], config: EngineConfig, most_draft_tokens: int) -> RaggedModel:
+    """Start the other ranks of ``config.tp_size``, and load the target in all of them; see ``load_target``.
+
+    Raises:
+        ConfigError: ``tp_size`` does not divide the heads, or this process has a process group.
+        NotYetSupportedError: the target has no plan, or the config has settings that need whole weights.
+        RankError: another rank has failed or ended.
+
+    """
+    expect_no_group()
+    expect_shardable(source, config)
+    num_threads = torch.get_num_threads()
+    if not torch.cuda.is_available():
+        num_threads = max(1, num_threads // config.tp_size)
+    workers = Workers(config.tp_size, _FOLLOWER)
+    try:
+        target = _loaded(workers, fspath(source), config, most_draft_tokens, num_threads)
+    except BaseException:
+        workers.close()
+        raise
+    target.lead(Leader(workers, num_threads))
+    return target
+
+
+def _loaded(
+    workers: Workers, source: str, config: EngineConfig, most_draft_tokens: int, num_threads: int
+) -> RaggedModel:
+    workers.answers(START_SECONDS)  # all have imported what they need, and will not keep each other waiting
+    plain = replace(config, num_draft_tokens=0)  # a policy of the caller's own might not be pickled
+    with tempfile.TemporaryDirectory() as folder, number_of_threads(num_threads):
+        workers.send(LoadTarget(source, plain, most_draft_tokens, num_threads, folder))
+        try:
+            join_group(0, workers.num_ranks, folder)
+            target = load_target(source, config, most_draft_tokens, workers.connect)
+        except SpecDecError:  # of the model: every rank raises it
+            raise
+        except Exception as error:
+            _answers_of(workers, error)
+            raise
+        finally:
+            leave_group(workers.ranks)
+        answers = _answers_of(workers)
+    own = Loaded(target.has_program, target.row_padding)
+    if any(answer != own for answer in answers):
+        raise RankError(f"the ranks of the target run it in different ways: {[own, *answers]}.")
+    if target.layout.states:
+        raise NotYetSupportedError(
+            f"tp_size={config.tp_size}, but {target.name} has recurrent layers, whose states are not sharded; leave "
+            "it out."
+        )
+    return target
+
+
+def _answers_of(workers: Workers, error: Exception | None = None) -> list[Loaded]:
+    """Return how the other ranks run the target, or raise a RankError, with rank 0's error, if one has failed."""
+    answers = workers.answers(START_SECONDS)
+    for rank, answer in enumerate(answers, start=1):
+        if isinstance(answer, Failure) and not answer.was_aborted:
+            raise RankError(f"rank {rank} could not load the target: {answer.text}") from error
+    return answers

@@ -1,0 +1,305 @@
+"""``tp_size``: the engine starts the other ranks of its target, and tells them what to compute."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import specdec_fast as sd
+from specdec_fast.assets import demo_pair
+from specdec_fast.kv_cache.forward_layout import batch_without_pages
+from specdec_fast.kv_cache.layer_layout import KVLayout
+from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.runner.follower import Follower
+from specdec_fast.runner.leader import Leader
+from specdec_fast.runner.model_memory import bytes_of, weights_of
+from support.scripted_trees import RandomTrees
+
+SIZES = {
+    "vocab_size": 67,  # no multiple of the number of ranks
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+}
+PROMPTS = [[5, 9, 40, 7], [3] * 21, [60, 2, 8], [3] * 21 + [4, 4], list(range(30))]
+RULES = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "seed": 4}]
+ENDED_SECONDS = 30.0
+
+
+def params_of(index, **settings):
+    return sd.SamplingParams(max_new_tokens=13 + index, logprobs=True, **RULES[index % 3], **settings)
+
+
+def saved(folder, kind):
+    torch.manual_seed(0)
+    if kind == "experts":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=kind == "tied"))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("accelerate")  # transformers needs it for plans
+    return saved(tmp_path_factory.mktemp("target"), "untied")
+
+
+def plainly(engine):
+    """Decode every prompt by itself, without drafts."""
+    outputs = [engine.generate([p], params_of(i, num_draft_tokens=0))[0] for i, p in enumerate(PROMPTS)]
+    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs]
+
+
+def together(engine, **settings):
+    params = [params_of(i, **settings) for i in range(len(PROMPTS))]
+    outputs = engine.generate(PROMPTS, params, progress=False)
+    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs]
+
+
+def process_ids(engine):
+    return [process.pid for process in engine.target.leader.workers.processes]
+
+
+def is_alive(process_id):
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def has_ended(process_id):
+    deadline = time.monotonic() + ENDED_SECONDS
+    while is_alive(process_id) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_alive(process_id)
+
+
+def expect_bits_of_plain_decoding(engine):
+    """Decode plainly, then together with drafts of any K; pools grow, and prefixes are shared."""
+    expected = plainly(engine)
+    engine.drafter.texts = [token_ids for token_ids, _ in expected]
+    assert together(engine) == expected
+    for most in (0, 1, 3):
+        assert together(engine, num_draft_tokens=most) == expected
+    return expected
+
+
+def engine_of(folder, tp_size, num_draft_tokens=4, **settings):
+    return sd.Engine(
+        folder,
+        RandomTrees([]),
+        tp_size=tp_size,
+        num_draft_tokens=num_draft_tokens,
+        max_batch_size=3,
+        page_size=4,
+        prefix_cache=True,
+        **settings,
+    )
+
+
+def test_bits_depend_neither_on_the_batch_nor_on_k_and_an_interrupt_loses_nothing(folder, monkeypatch):
+    with engine_of(folder, 2) as engine:
+        assert engine.describe()["forward_program"]
+        assert engine.target.layout.shapes[0].num_kv_heads * 2 == SIZES["num_key_value_heads"]
+        expected = expect_bits_of_plain_decoding(engine)
+        assert engine.describe()["prefix_cache"]["num_pages"] > 0
+
+        class Interrupted(BaseException):
+            pass
+
+        def interrupted(*_):
+            raise Interrupted
+
+        with monkeypatch.context() as patch:  # after the other rank has been told to compute
+            patch.setattr(engine.target, "program", interrupted)
+            with pytest.raises(Interrupted):
+                together(engine)
+        assert together(engine) == expected
+        (other,) = process_ids(engine)
+    assert has_ended(other)
+    with pytest.raises(sd.EngineClosedError, match="closed"):
+        together(engine)
+    whole = sd.Engine(folder, None)
+    for (_, logprobs), (_, of_whole) in zip(expected, plainly(whole), strict=True):
+        assert logprobs[0] == pytest.approx(of_whole[0], abs=1e-4)  # the first: later ones if tokens are equal
+
+
+def test_a_rank_that_ends_ends_all_requests_of_a_service(folder):
+    service = sd.AsyncEngine(folder, "ngram", tp_size=2, max_batch_size=2)
+    (other,) = process_ids(service.engine)
+
+    async def serve():
+        params = sd.SamplingParams(max_new_tokens=90)
+        requests = [asyncio.create_task(service.generate(prompt, params)) for prompt in PROMPTS]
+        async for _ in service.stream([7], params):
+            os.kill(other, signal.SIGKILL)
+            break
+        outputs = await asyncio.gather(*requests)
+        later = await service.generate([1], params)
+        await service.close()
+        return [*outputs, later]
+
+    started = time.monotonic()
+    outputs = asyncio.run(serve())
+    assert time.monotonic() - started < ENDED_SECONDS
+    assert isinstance(service.failure, sd.RankError)
+    for output in outputs:
+        assert output.finish_reason == "error"
+        assert isinstance(output.error.__cause__, sd.RankError)
+        assert "rank 1 of the target has ended (signal 9)" in str(output.error)
+    with pytest.raises(sd.RankError, match="signal 9"):
+        service.engine.generate([[1]])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("kind", "tp_size", "settings"),
+    [
+        ("untied", 2, {"dtype": "bfloat16"}),
+        ("untied", 2, {"enforce_eager": True}),
+        ("tied", 4, {"num_draft_tokens": "auto"}),
+        ("experts", 2, {}),
+    ],
+)
+def test_other_models_and_numbers_of_ranks_have_equal_bits(kind, tp_size, settings, tmp_path):
+    pytest.importorskip("accelerate")
+    engine = engine_of(saved(tmp_path, kind), tp_size, **settings)
+    expect_bits_of_plain_decoding(engine)
+    dtype = engine.target.layout.dtype
+    assert bytes_of(weights_of(engine.target.model)) == checkpoint_sizes(str(tmp_path), dtype, tp_size=tp_size).weights
+    others = process_ids(engine)
+    assert len(others) == tp_size - 1
+    del engine
+    gc.collect()
+    assert all(has_ended(other) for other in others)
+
+
+class InThisProcess:
+    """Workers with one follower, without processes."""
+
+    failure = None
+    ranks = SimpleNamespace(native=SimpleNamespace(restart=lambda: None))
+
+    def __init__(self, follower):
+        self.follower = follower
+        self.answered = []
+
+    def send(self, message):
+        is_asked, answer = self.follower.answer(message)
+        if is_asked:
+            self.answered = [answer]
+
+    def answers(self):
+        return self.answered
+
+    def abort(self):
+        pass
+
+    close = abort
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(MemoryError("no more"), MemoryError), (ValueError("wrong"), sd.RankError)]
+)
+def test_a_forward_that_fails_in_another_rank_raises_in_rank_0(monkeypatch, error, expected):
+    """Memory that runs out there is an error after which the engine tries fewer rows."""
+
+    def fail(*_):
+        raise error
+
+    def aborted(*_):
+        raise RuntimeError("an exchange between ranks was aborted")
+
+    cpu = torch.device("cpu")
+    pool = PagePool(KVLayout.uniform(1, 1, 1, torch.float32, cpu), 4, 4)
+    batch = batch_without_pages(torch.zeros(2, dtype=torch.int64, device=cpu))
+    follower = Follower(rank=1, num_ranks=2)
+    target = SimpleNamespace(layout=pool.layout, forward=fail)
+    monkeypatch.setattr(follower, "_target", target)
+    monkeypatch.setattr(follower, "_pools", {0: pool})
+    leader = Leader(InThisProcess(follower), num_threads=1)
+    monkeypatch.setitem(leader._numbers, pool, 0)
+    with pytest.raises(expected, match=f"rank 1 of the target: {type(error).__name__}: {error}"):
+        leader.compute(aborted, batch, pool, None, None)
+    computed = []
+    target.forward = lambda *given: computed.append(given)
+    assert leader.compute(lambda *_: 3, batch, pool, None, None) == 3
+    assert len(computed) == 1
+
+
+@pytest.mark.grid
+def test_ranks_end_when_the_process_of_the_engine_is_killed(folder):
+    program = (
+        "import specdec_fast as sd, sys, time\n"  # no `if __name__`, and no file
+        f"engine = sd.Engine({folder!r}, None, tp_size=2)\n"
+        "engine.generate([[1]], sd.SamplingParams(max_new_tokens=2), progress=False)\n"
+        "print(engine.target.leader.workers.processes[0].pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        other = int(process.stdout.readline())
+        assert is_alive(other)
+        process.kill()
+    assert has_ended(other)
+
+
+class TestRefusals:
+    """What is refused before a process is started."""
+
+    def test_wrong_numbers(self, folder):
+        for wrong in (0, -1, "2", True):
+            with pytest.raises(sd.ConfigError, match=r"tp_size=.*: expected an integer >= 1"):
+                sd.EngineConfig(tp_size=wrong)
+        with pytest.raises(sd.ConfigError, match="num_attention_heads=8 cannot be divided by the 3 processes"):
+            sd.Engine(folder, None, tp_size=3)
+
+    def test_a_loaded_model(self):
+        with pytest.raises(sd.ConfigError, match="tp_size=2, but the target is a loaded Qwen3ForCausalLM"):
+            sd.Engine(Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval(), None, tp_size=2)
+
+    def test_a_model_without_a_plan(self, tmp_path):
+        pytest.importorskip("accelerate")
+        GPT2Config().save_pretrained(tmp_path)
+        with pytest.raises(sd.NotYetSupportedError, match="no tensor-parallel plan for models of type 'gpt2'"):
+            sd.Engine(str(tmp_path), None, tp_size=2)
+
+    @pytest.mark.parametrize(
+        ("settings", "error"),
+        [
+            ({"quantization": "int8"}, sd.NotYetSupportedError),
+            ({"device": "cuda:1"}, sd.ConfigError),
+        ],
+    )
+    def test_settings(self, settings, error):
+        (name,) = settings
+        with pytest.raises(error, match=rf"tp_size=2.*{name}="):
+            sd.Engine(str(demo_pair() / "target"), None, tp_size=2, **settings)
+
+    def test_a_process_group_of_the_caller(self, folder):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            with pytest.raises(sd.ConfigError, match="tp_size makes a process group"):
+                sd.Engine(folder, None, tp_size=2)
+        finally:
+            torch.distributed.destroy_process_group()
