@@ -1,0 +1,246 @@
+"""What training a drafter buys: measured points, the curves through them, and what they predict (Scylla's laws)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isfinite, log, log10, sqrt
+from operator import mul
+from statistics import mean
+from typing import Any, NamedTuple
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.planner.choice import expected_tokens
+from specdec_fast.planner.scylla import Fit, fit_batch_sizes, fit_layers, fit_training
+from specdec_fast.speculation_length.step_costs import StepCosts
+
+Curve = Mapping[int, float]  # y by x
+_LEAST_HELD_OUT = 3  # different x, of which the largest is held out
+_BISECTIONS = 60
+_LARGEST = 1e15  # of any number in a table
+_SHAPE = (
+    "expected what bench.laws writes: num_draft_tokens; points with layers, training_tokens, seed, accepted_tokens, "
+    "num_drafts and accepted_per_position; and costs with layers, verify and draft"
+)
+
+
+class TrainedDrafter(NamedTuple):
+    """One point of a table: a drafter that was trained and evaluated."""
+
+    layers: int  # of the drafter
+    training_tokens: int
+    seed: int  # of its first weights and of the order of its texts
+    accepted_tokens: float  # draft tokens accepted per step, of K
+    reached: tuple[float, ...]  # probability that so many draft tokens or more are accepted: [1, of 1, ..., of K]
+
+
+@dataclass(frozen=True)
+class LawTable:
+    """Trained drafters of one target, and the costs of their forwards."""
+
+    num_draft_tokens: int  # K of the evaluations
+    drafters: tuple[TrainedDrafter, ...]
+    costs: Mapping[int, StepCosts]  # by layers; empty if no forwards were timed
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of layers, rising."""
+        return sorted({drafter.layers for drafter in self.drafters})
+
+    @property
+    def training_tokens(self) -> list[int]:
+        """The numbers of training tokens, rising."""
+        return sorted({drafter.training_tokens for drafter in self.drafters})
+
+    def by_tokens(self, layers: int) -> Curve:
+        """Return accepted tokens by training tokens, averaged over seeds."""
+        return self._means(lambda d: d.training_tokens if d.layers == layers else None)
+
+    def by_layers(self, training_tokens: int) -> Curve:
+        """Return accepted tokens by layers, averaged over seeds."""
+        return self._means(lambda d: d.layers if d.training_tokens == training_tokens else None)
+
+    def _means(self, x_of: Callable[[TrainedDrafter], int | None]) -> Curve:
+        values: dict[int, list[float]] = {}
+        for drafter in self.drafters:
+            if (x := x_of(drafter)) is not None:
+                values.setdefault(x, []).append(drafter.accepted_tokens)
+        return {x: mean(values[x]) for x in sorted(values)}
+
+    def seed_deviation(self) -> float | None:
+        """Return the standard deviation of accepted tokens over seeds, pooled; None if no point has two seeds."""
+        groups: dict[tuple[int, int], list[float]] = {}
+        for drafter in self.drafters:
+            groups.setdefault((drafter.layers, drafter.training_tokens), []).append(drafter.accepted_tokens)
+        squares = sum((value - mean(values)) ** 2 for values in groups.values() for value in values)
+        freedom = len(self.drafters) - len(groups)
+        return sqrt(squares / freedom) if freedom else None
+
+    def best_draft_tokens(self, layers: int, batch_sizes: Sequence[int]) -> Curve:
+        """Return the K with the most expected tokens per second by batch size, of the longest trained drafter.
+
+        The acceptance of each position is the measured one, of its first seed.
+        """
+        drafter = max((d for d in self.drafters if d.layers == layers), key=lambda d: (d.training_tokens, -d.seed))
+        emitted = list(accumulate(drafter.reached))
+        return {size: float(_best(emitted, self.costs[layers].profile(size))) for size in batch_sizes}
+
+
+class HeldOut(NamedTuple):
+    """A curve whose last point was predicted from the others."""
+
+    whole: Fit  # of all points
+    part: Fit  # of all but the one with the largest x
+    x: int  # the largest
+    measured: float
+    predicted: float  # by ``part``
+    unchanged: float  # what was measured at the x before: the prediction without a law
+
+    @property
+    def error(self) -> float:
+        """Predicted minus measured."""
+        return self.predicted - self.measured
+
+
+class Law(NamedTuple):
+    """One of Scylla's laws: y is linear in a function of x."""
+
+    formula: str
+    fit: Callable[[Sequence[float], Sequence[float]], Fit]  # by least squares
+    of_x: Callable[[float], float]  # the function of x
+
+    def of(self, curve: Curve) -> Fit:
+        """Fit a curve."""
+        return self.fit(list(curve), list(curve.values()))
+
+    def predicted(self, fitted: Fit, x: float) -> float:
+        """Return y at x."""
+        return fitted.slope * self.of_x(x) + fitted.intercept
+
+    def held_out(self, curve: Curve) -> HeldOut | None:
+        """Fit all but the last point of a curve and predict it; None if a curve has too few."""
+        if len(curve) < _LEAST_HELD_OUT:
+            return None
+        *before, last = curve
+        part = self.of({x: curve[x] for x in before})
+        return HeldOut(self.of(curve), part, last, curve[last], self.predicted(part, last), curve[before[-1]])
+
+
+TRAINING = Law("a ln(training tokens) + b", fit_training, log)
+LAYERS = Law("a log10(layers) + b", fit_layers, log10)
+BATCH_SIZES = Law("C / batch size + c0", fit_batch_sizes, lambda b: 1 / b)
+
+
+class Forecast(NamedTuple):
+    """What is expected of a drafter at one batch size."""
+
+    layers: int
+    accepted_tokens: float  # per step, with the K of the table
+    num_draft_tokens: int | None  # the K with the most tokens per second; None if no forwards were timed
+    tokens_per_step: float | None  # with that K, for one sequence
+    tokens_per_second: float | None
+    plain_tokens_per_second: float | None
+
+
+def forecast(table: LawTable, layers: int, training_tokens: int, batch_size: int) -> Forecast:
+    """Predict a drafter of so many layers after so many training tokens.
+
+    Accepted tokens are those of the training law, within 0 and K. Speeds assume that every draft token is accepted with
+    the same probability, the one that gives as many accepted tokens.
+
+    Raises:
+        ConfigError: the table has no such drafter, or only one number of training tokens of it.
+    """
+    if layers not in table.layers:
+        raise ConfigError(f"the table has drafters of {_listed(table.layers)} layers, not of {layers}.")
+    curve = table.by_tokens(layers)
+    most = table.num_draft_tokens
+    accepted = min(max(TRAINING.predicted(TRAINING.of(curve), training_tokens), 0.0), float(most))
+    if layers not in table.costs:
+        return Forecast(layers, accepted, None, None, None, None)
+    emitted = expected_tokens([uniform_acceptance(accepted, most)] * most)
+    seconds = table.costs[layers].profile(batch_size)
+    k = _best(emitted, seconds)
+    return Forecast(layers, accepted, k, emitted[k], batch_size * emitted[k] / seconds[k], batch_size / seconds[0])
+
+
+def uniform_acceptance(accepted: float, num_draft_tokens: int) -> float:
+    """Return the probability p with ``p + p^2 + ... + p^K = accepted``, which is from 0 to K."""
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if sum(accumulate([middle] * num_draft_tokens, mul)) < accepted:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _best(emitted: Sequence[float], seconds: Sequence[float]) -> int:
+    speeds = [tokens / each for tokens, each in zip(emitted, seconds, strict=False)]
+    return max(range(len(speeds)), key=speeds.__getitem__)
+
+
+def read_laws(data: Mapping[str, Any]) -> LawTable:
+    """Return the table that ``bench.laws`` has written.
+
+    Raises:
+        ConfigError: something is missing, is of another type, or is no finite number from 0 on.
+    """
+    try:
+        most = _integer(data["num_draft_tokens"], "num_draft_tokens")
+        drafters = tuple(_drafter(point, most) for point in data["points"])
+        costs = {_integer(each["layers"], "layers"): _costs(each, most) for each in data.get("costs", ())}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"no table of laws ({error!r}); {_SHAPE}.") from None
+    if not drafters:
+        raise ConfigError(f"a table of laws without points; {_SHAPE}.")
+    return LawTable(most, drafters, costs)
+
+
+def _drafter(point: Mapping[str, Any], most: int) -> TrainedDrafter:
+    accepted = _number(point["accepted_tokens"], "accepted_tokens")
+    if accepted > most:
+        raise ConfigError(f"accepted_tokens is {accepted}; expected at most num_draft_tokens, {most}.")
+    num_drafts = _integer(point["num_drafts"], "num_drafts")
+    counts = [_number(count, "accepted_per_position") for count in point["accepted_per_position"]]
+    if len(counts) != most or not all(count <= num_drafts for count in counts):
+        raise ConfigError(f"accepted_per_position is {counts}; expected {most} counts up to num_drafts, {num_drafts}.")
+    reached = (1.0, *(count / num_drafts for count in counts))
+    seed = point["seed"]
+    if type(seed) is not int:
+        raise ConfigError(f"seed is {seed!r}; expected an integer.")
+    layers, tokens = (_integer(point[name], name) for name in ("layers", "training_tokens"))
+    return TrainedDrafter(layers, tokens, seed, accepted, reached)
+
+
+def _costs(costs: Mapping[str, Any], most: int) -> StepCosts:
+    verify, draft = (
+        {_whole(count, name): _number(seconds, name) for count, seconds in costs[name]} for name in ("verify", "draft")
+    )
+    if not verify or 0 in verify:
+        raise ConfigError("costs: verify has no seconds, or those of 0 rows; expected [[1, 0.01], [8, 0.02]].")
+    return StepCosts(verify, draft or None, most)
+
+
+def _number(value: Any, name: str) -> float:
+    if type(value) not in (int, float) or not isfinite(value) or not 0 <= value <= _LARGEST:
+        raise ConfigError(f"{name} is {value!r}; expected a number from 0 to {_LARGEST:g}.")
+    return float(value)
+
+
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ConfigError(f"{name} has {value!r}; expected an integer from 0 on.")
+    return value
+
+
+def _integer(value: Any, name: str) -> int:
+    if (number := _whole(value, name)) == 0:
+        raise ConfigError(f"{name} is 0; expected an integer from 1 on.")
+    return number
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
