@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import report
-from bench.laws_.points import GridSettings
+from bench.laws_.points import Grid, GridSettings
 from specdec_fast.errors import ConfigError
 from specdec_fast.whole_files import replaced
 
@@ -61,6 +61,12 @@ class GridTable:
         self.data["points"] = sorted(
             [*self.data["points"], report.rounded(point)], key=lambda each: [each[key] for key in KEYS]
         )
+        self.save()
+
+    def time_forwards(self, grid: Grid, layers: list[int], batch_sizes: list[int]) -> None:
+        """Time the forwards of the drafters whose costs are missing, and write the file."""
+        known = {each["layers"] for each in self.data["costs"]}
+        self.data["costs"] += [grid.forward_seconds(number, batch_sizes) for number in layers if number not in known]
         self.save()
 
     def save(self) -> None:

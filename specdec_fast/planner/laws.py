@@ -16,7 +16,7 @@ from specdec_fast.planner.scylla import Fit, fit_batch_sizes, fit_layers, fit_tr
 from specdec_fast.speculation_length.step_costs import StepCosts
 
 Curve = Mapping[int, float]  # y by x
-_LEAST_HELD_OUT = 3  # different x, of which the largest is held out
+_LEAST_FITTED = 2  # points of a curve
 _BISECTIONS = 60
 _LARGEST = 1e15  # of any number in a table
 _SHAPE = (
@@ -88,19 +88,24 @@ class LawTable:
 
 
 class HeldOut(NamedTuple):
-    """A curve whose last point was predicted from the others."""
+    """A curve whose last points, those with the largest x, were predicted from the others."""
 
     whole: Fit  # of all points
-    part: Fit  # of all but the one with the largest x
-    x: int  # the largest
-    measured: float
-    predicted: float  # by ``part``
-    unchanged: float  # what was measured at the x before: the prediction without a law
+    part: Fit  # of those not held out
+    xs: tuple[int, ...]  # held out
+    measured: tuple[float, ...]
+    predicted: tuple[float, ...]  # by ``part``
+    last: float  # y at the largest x that is not held out: the prediction without a law
 
     @property
     def error(self) -> float:
-        """Predicted minus measured."""
-        return self.predicted - self.measured
+        """The root mean square of predicted minus measured."""
+        return _root_mean_square([a - b for a, b in zip(self.predicted, self.measured, strict=True)])
+
+    @property
+    def unchanged_error(self) -> float:
+        """The same of the prediction without a law."""
+        return _root_mean_square([self.last - measured for measured in self.measured])
 
 
 class Law(NamedTuple):
@@ -118,13 +123,16 @@ class Law(NamedTuple):
         """Return y at x."""
         return fitted.slope * self.of_x(x) + fitted.intercept
 
-    def held_out(self, curve: Curve) -> HeldOut | None:
-        """Fit all but the last point of a curve and predict it; None if a curve has too few."""
-        if len(curve) < _LEAST_HELD_OUT:
+    def held_out(self, curve: Curve, num_points: int = 1) -> HeldOut | None:
+        """Fit all but the last points of a curve and predict these; None if fewer than two would be left."""
+        xs = tuple(curve)
+        if len(xs) - num_points < _LEAST_FITTED:
             return None
-        *before, last = curve
+        before = xs[:-num_points]
+        held_out = xs[-num_points:]
         part = self.of({x: curve[x] for x in before})
-        return HeldOut(self.of(curve), part, last, curve[last], self.predicted(part, last), curve[before[-1]])
+        predicted = tuple(self.predicted(part, x) for x in held_out)
+        return HeldOut(self.of(curve), part, held_out, tuple(curve[x] for x in held_out), predicted, curve[before[-1]])
 
 
 TRAINING = Law("a ln(training tokens) + b", fit_training, log)
@@ -167,7 +175,8 @@ def forecast(table: LawTable, layers: int, training_tokens: int, batch_size: int
 
 def uniform_acceptance(accepted: float, num_draft_tokens: int) -> float:
     """Return the probability p with ``p + p^2 + ... + p^K = accepted``, which is from 0 to K."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         if sum(accumulate([middle] * num_draft_tokens, mul)) < accepted:
@@ -175,6 +184,10 @@ def uniform_acceptance(accepted: float, num_draft_tokens: int) -> float:
         else:
             high = middle
     return high
+
+
+def _root_mean_square(errors: Sequence[float]) -> float:
+    return sqrt(mean(error * error for error in errors))
 
 
 def _best(emitted: Sequence[float], seconds: Sequence[float]) -> int:
@@ -191,7 +204,7 @@ def read_laws(data: Mapping[str, Any]) -> LawTable:
     try:
         most = _integer(data["num_draft_tokens"], "num_draft_tokens")
         drafters = tuple(_drafter(point, most) for point in data["points"])
-        costs = {_integer(each["layers"], "layers"): _costs(each, most) for each in data.get("costs", ())}
+        costs = _costs(data.get("costs", ()), most)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"no table of laws ({error!r}); {_SHAPE}.") from None
     if not drafters:
@@ -215,13 +228,20 @@ def _drafter(point: Mapping[str, Any], most: int) -> TrainedDrafter:
     return TrainedDrafter(layers, tokens, seed, accepted, reached)
 
 
-def _costs(costs: Mapping[str, Any], most: int) -> StepCosts:
-    verify, draft = (
-        {_whole(count, name): _number(seconds, name) for count, seconds in costs[name]} for name in ("verify", "draft")
-    )
-    if not verify or 0 in verify:
-        raise ConfigError("costs: verify has no seconds, or those of 0 rows; expected [[1, 0.01], [8, 0.02]].")
-    return StepCosts(verify, draft or None, most)
+def _costs(entries: Sequence[Mapping[str, Any]], most: int) -> dict[int, StepCosts]:
+    """Return costs by layers. The target's forward is the same beside every drafter, so its least seconds count."""
+    verify: dict[int, float] = {}
+    for each in entries:
+        for rows, seconds in each["verify"]:
+            known = verify.get(_integer(rows, "verify"), _LARGEST)
+            verify[rows] = min(known, _number(seconds, "verify"))
+    if entries and not verify:
+        raise ConfigError("costs: verify has no seconds; expected pairs of rows and seconds, such as [[1, 0.01]].")
+    costs = {}
+    for each in entries:
+        draft = {_whole(count, "draft"): _number(seconds, "draft") for count, seconds in each["draft"]}
+        costs[_integer(each["layers"], "layers")] = StepCosts(verify, draft or None, most)
+    return costs
 
 
 def _number(value: Any, name: str) -> float:

@@ -57,7 +57,9 @@ class Eagle3Module(DrafterModule):
         visible = torch.ones(length, length, dtype=torch.bool, device=token_ids.device).tril()
         first = self.midlayer
         further = cast(list[DecoderLayer], list(self.layers.values()))
-        attentions = [_ChainAttention(layer.self_attn, visible) for layer in (first, *further)]
+        attentions = [
+            _ChainAttention(attention, visible) for attention in (first.self_attn, *(d.self_attn for d in further))
+        ]
         logits = []
         for step in range(num_steps):
             count = length - 1 - step
