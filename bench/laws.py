@@ -21,7 +21,7 @@ from bench.laws_.points import Grid, GridSettings
 from bench.laws_.summary import law_rows, print_laws
 from bench.laws_.table import GridTable
 from specdec_fast.assets import demo_pair
-from specdec_fast.planner.laws import read_laws
+from specdec_fast.planner.law_table import read_laws
 
 _BATCH_SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 _SPARE = 1.15  # texts written over those needed: the held-out ones are not learnt

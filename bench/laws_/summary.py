@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from specdec_fast.commands.common import format_table
-from specdec_fast.planner.laws import BATCH_SIZES, LAYERS, TRAINING, Curve, Law, LawTable
+from specdec_fast.planner.law_table import Curve, LawTable
+from specdec_fast.planner.laws import BATCH_SIZES, LAYERS, TRAINING, Law
 
 _HEADER = ("law", "at", "slope", "intercept", "R^2", "held out", "predicted", "measured", "RMS error", "unchanged")
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from specdec_fast.commands.common import format_table
 from specdec_fast.config import expect_at_least
 from specdec_fast.errors import ConfigError
-from specdec_fast.planner.laws import LAYERS, TRAINING, Curve, Forecast, Law, LawTable, forecast, read_laws
+from specdec_fast.planner.law_table import Curve, LawTable, read_laws
+from specdec_fast.planner.laws import LAYERS, TRAINING, Forecast, Law, forecast
 from specdec_fast.planner.scylla import Fit, fits_of
 
 _CURVE = ["curve", "slope", "intercept", "R^2"]

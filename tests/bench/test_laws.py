@@ -13,7 +13,7 @@ from bench.laws_.summary import law_rows, print_laws
 from bench.laws_.table import GridTable
 from specdec_fast.cli import main as command
 from specdec_fast.errors import ConfigError
-from specdec_fast.planner.laws import read_laws
+from specdec_fast.planner.law_table import read_laws
 from support.laws import point, table
 
 

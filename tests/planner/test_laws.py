@@ -7,7 +7,8 @@ from math import inf, log, nan
 import pytest
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.planner.laws import BATCH_SIZES, LAYERS, TRAINING, forecast, read_laws, uniform_acceptance
+from specdec_fast.planner.law_table import read_laws
+from specdec_fast.planner.laws import BATCH_SIZES, LAYERS, TRAINING, forecast, uniform_acceptance
 from support.laws import TOKENS, K, accepted, costs, point, table
 
 
