@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import isfinite, sqrt
+from itertools import accumulate, pairwise
+from math import isfinite, log, sqrt
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -28,6 +28,10 @@ class TrainedDrafter(NamedTuple):
     seed: int  # of its first weights and of the order of its texts
     accepted_tokens: float  # draft tokens accepted per step, of K
     reached: tuple[float, ...]  # probability that so many draft tokens or more are accepted: [1, of 1, ..., of K]
+
+    def acceptance(self) -> list[float]:
+        """Return, for each position, the probability that its token is accepted if those before it are."""
+        return [after / before if before else 0.0 for before, after in pairwise(self.reached)]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class LawTable:
             if (x := x_of(drafter)) is not None:
                 values.setdefault(x, []).append(drafter.accepted_tokens)
         return {x: mean(values[x]) for x in sorted(values)}
+
+    def nearest(self, layers: int, training_tokens: int) -> TrainedDrafter:
+        """Return a drafter of so many layers, the one whose training tokens have the least ratio to these."""
+        own = [drafter for drafter in self.drafters if drafter.layers == layers]
+        return min(own, key=lambda drafter: abs(log(drafter.training_tokens / training_tokens)))
 
     def seed_deviation(self) -> float | None:
         """Return the standard deviation of accepted tokens over seeds, pooled; None if no point has two seeds."""

@@ -15,7 +15,8 @@ from specdec_fast.planner.law_table import Curve, LawTable, most_tokens_per_seco
 from specdec_fast.planner.scylla import Fit, fit_batch_sizes, fit_layers, fit_training
 
 _LEAST_FITTED = 2  # points of a curve
-_BISECTIONS = 60
+_BISECTIONS = 50
+_ACCEPTANCES = (1e-3, 1 - 1e-3)  # the least and the largest that is changed by an exponent
 
 
 class HeldOut(NamedTuple):
@@ -85,8 +86,8 @@ class Forecast(NamedTuple):
 def forecast(table: LawTable, layers: int, training_tokens: int, batch_size: int) -> Forecast:
     """Predict a drafter of so many layers after so many training tokens.
 
-    Accepted tokens are those of the training law, within 0 and K. Speeds assume that every draft token is accepted with
-    the same probability, the one that gives as many accepted tokens.
+    Accepted tokens are those of the training law, within 0 and K. How they are spread over the positions of a draft is
+    taken from the measured drafter of as many layers whose training tokens are nearest (``acceptance_like``).
 
     Raises:
         ConfigError: the table has no such drafter, or only one number of training tokens of it.
@@ -98,23 +99,29 @@ def forecast(table: LawTable, layers: int, training_tokens: int, batch_size: int
     accepted = min(max(TRAINING.predicted(TRAINING.of(curve), training_tokens), 0.0), float(most))
     if layers not in table.costs:
         return Forecast(layers, accepted, None, None, None, None)
-    emitted = expected_tokens([uniform_acceptance(accepted, most)] * most)
+    emitted = expected_tokens(acceptance_like(table.nearest(layers, training_tokens).acceptance(), accepted))
     seconds = table.costs[layers].profile(batch_size)
     k = most_tokens_per_second(emitted, seconds)
     return Forecast(layers, accepted, k, emitted[k], batch_size * emitted[k] / seconds[k], batch_size / seconds[0])
 
 
-def uniform_acceptance(accepted: float, num_draft_tokens: int) -> float:
-    """Return the probability p with ``p + p^2 + ... + p^K = accepted``, which is from 0 to K."""
+def acceptance_like(shape: Sequence[float], accepted: float) -> list[float]:
+    """Return the acceptance of each position of a draft, for ``expected_tokens``, with so many accepted tokens in all.
+
+    They are powers, with one exponent, of the acceptances ``shape`` of another drafter, so that positions at which that
+    one is worse stay worse. ``accepted`` is from 0 to the number of positions.
+    """
+    within = [min(max(p, _ACCEPTANCES[0]), _ACCEPTANCES[1]) for p in shape]
     low = 0.0
-    high = 1.0
+    high = 1.0  # of e / (1 + e) for the exponent e
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if sum(accumulate([middle] * num_draft_tokens, mul)) < accepted:
+        found = [p ** (middle / (1 - middle)) for p in within]
+        if sum(accumulate(found, mul)) > accepted:
             low = middle
         else:
             high = middle
-    return high
+    return found
 
 
 def _root_mean_square(errors: Sequence[float]) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import inf, log, nan
+from operator import mul
 
 import pytest
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.planner.law_table import read_laws
-from specdec_fast.planner.laws import BATCH_SIZES, LAYERS, TRAINING, forecast, uniform_acceptance
+from specdec_fast.planner.laws import BATCH_SIZES, LAYERS, TRAINING, acceptance_like, forecast
 from support.laws import TOKENS, K, accepted, costs, point, table
 
 
@@ -103,11 +105,27 @@ def test_the_least_seconds_of_the_target_count():
     assert laws.costs[2].verify(16) == 1.0
 
 
-@pytest.mark.parametrize("number", [1, 5])
-@pytest.mark.parametrize("value", [0.0, 0.3, 0.99])
-def test_one_acceptance_gives_the_accepted_tokens(value, number):
-    accepted_tokens = sum(value**k for k in range(1, number + 1))
-    assert uniform_acceptance(accepted_tokens, number) == pytest.approx(value, abs=1e-6)
+@pytest.mark.parametrize("shape", [[0.3], [0.5] * 5, [0.9, 0.2, 0.6], [0.4, 0.0, 1.0, 0.5]], ids=str)
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9, 1])
+def test_an_acceptance_has_the_accepted_tokens_and_the_order_of_its_shape(shape, share):
+    found = acceptance_like(shape, share * len(shape))
+    assert sum(accumulate(found, mul)) == pytest.approx(share * len(shape), abs=1e-4)
+    assert all(0 <= p <= 1 for p in found)
+    order = sorted(range(len(shape)), key=shape.__getitem__)
+    assert [found[i] for i in order] == sorted(found)
+
+
+def test_a_shape_of_equal_acceptances_stays_equal():
+    assert acceptance_like([0.7] * 3, 0.5 + 0.25 + 0.125) == pytest.approx([0.5] * 3)
+
+
+def test_the_nearest_drafter_gives_the_shape():
+    data = table(layers=(1,), tokens=(1_000, 100_000))
+    data["points"][0]["accepted_per_position"] = [570_000, *[0] * (K - 1)]
+    data["costs"][0]["draft"] = [[0, 0.0], [1, 0.2]]
+    laws = read_laws(data)
+    assert [laws.nearest(1, tokens).training_tokens for tokens in (1, 9_000, 11_000)] == [1_000, 1_000, 100_000]
+    assert [forecast(laws, 1, tokens, 1).num_draft_tokens for tokens in (9_000, 11_000)] == [1, 2]
 
 
 @pytest.mark.parametrize(

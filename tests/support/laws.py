@@ -7,7 +7,7 @@ from math import log, log10
 from operator import mul
 from typing import Any
 
-from specdec_fast.planner.laws import uniform_acceptance
+from specdec_fast.planner.laws import acceptance_like
 
 K = 6
 TOKENS = (1_000, 10_000, 100_000, 1_000_000)
@@ -21,8 +21,8 @@ def accepted(layers: int, tokens: int) -> float:
 def point(layers: int, tokens: int, seed: int = 0, error: float = 0.0) -> dict[str, Any]:
     """Return a drafter whose draft tokens are accepted with one probability each."""
     value = accepted(layers, tokens) + error
-    probability = uniform_acceptance(accepted(layers, tokens), K)
-    counts = [round(1e6 * p) for p in accumulate([probability] * K, mul)]
+    acceptance = acceptance_like([0.5] * K, accepted(layers, tokens))
+    counts = [round(1e6 * p) for p in accumulate(acceptance, mul)]
     return {
         "layers": layers,
         "training_tokens": tokens,
