@@ -54,18 +54,20 @@ class LawTable:
 
     def by_tokens(self, layers: int) -> Curve:
         """Return accepted tokens by training tokens, averaged over seeds."""
-        return self._means(lambda d: d.training_tokens if d.layers == layers else None)
+        return self._curve(lambda d: d.training_tokens if d.layers == layers else None)
 
     def by_layers(self, training_tokens: int) -> Curve:
         """Return accepted tokens by layers, averaged over seeds."""
-        return self._means(lambda d: d.layers if d.training_tokens == training_tokens else None)
+        return self._curve(lambda d: d.layers if d.training_tokens == training_tokens else None)
 
-    def _means(self, x_of: Callable[[TrainedDrafter], int | None]) -> Curve:
-        values: dict[int, list[float]] = {}
+    def _curve(self, x_of: Callable[[TrainedDrafter], int | None]) -> Curve:
+        """Average over the seeds that all x have: a seed moves all of them alike. If there are none, over all seeds."""
+        values: dict[int, dict[int, float]] = {}
         for drafter in self.drafters:
             if (x := x_of(drafter)) is not None:
-                values.setdefault(x, []).append(drafter.accepted_tokens)
-        return {x: mean(values[x]) for x in sorted(values)}
+                values.setdefault(x, {})[drafter.seed] = drafter.accepted_tokens
+        shared = set.intersection(*map(set, values.values())) if values else set()
+        return {x: mean(own[seed] for seed in shared or own) for x, own in sorted(values.items())}
 
     def nearest(self, layers: int, training_tokens: int) -> TrainedDrafter:
         """Return a drafter of so many layers, the one whose training tokens have the least ratio to these."""

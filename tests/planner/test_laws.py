@@ -56,12 +56,21 @@ def test_points_that_do_not_follow_a_law_have_a_large_error():
 
 def test_seeds_are_averaged_and_their_deviation_pooled():
     data = table(layers=(1, 2))
-    data["points"] += [point(1, tokens, seed=1, error=0.2) for tokens in TOKENS[:2]]
+    data["points"] += [point(1, tokens, seed=1, error=0.2) for tokens in TOKENS]
     laws = read_laws(data)
-    assert laws.by_tokens(1)[1_000] == pytest.approx(accepted(1, 1_000) + 0.1)
-    assert laws.by_tokens(1)[100_000] == pytest.approx(accepted(1, 100_000))
+    assert laws.by_tokens(1) == pytest.approx({tokens: accepted(1, tokens) + 0.1 for tokens in TOKENS})
     assert laws.seed_deviation() == pytest.approx(0.2 / 2**0.5)
     assert read_laws(table()).seed_deviation() is None
+
+
+def test_a_curve_has_the_seeds_of_all_its_points():
+    """Otherwise the points of one seed would stand beside means of two."""
+    data = table(layers=(1, 2))
+    data["points"] += [point(1, tokens, seed=1, error=0.2) for tokens in TOKENS[:2]]
+    laws = read_laws(data)
+    assert laws.by_tokens(1) == {tokens: accepted(1, tokens) for tokens in TOKENS}
+    data["points"] = [point(1, 1000, seed=0), point(2, 1000, seed=1), point(2, 1000, seed=2, error=0.2)]
+    assert read_laws(data).by_layers(1000) == pytest.approx({1: accepted(1, 1000), 2: accepted(2, 1000) + 0.1})
 
 
 def test_a_forecast_weighs_what_layers_accept_against_what_they_cost():
