@@ -158,7 +158,7 @@ def _print_choices(tokens: int, table: LawTable, choices: Sequence[_Choice]) -> 
     rows = []
     for choice in choices:
         for each in choice.candidates:
-            mark = "*" if each is choice.best else ""
+            mark = "*" if each is choice.best and each.num_draft_tokens != 0 else ""
             cells = [choice.batch_size, each.layers, f"{each.accepted_tokens:.2f}"]
             if each.tokens_per_second is None or each.plain_tokens_per_second is None:
                 rows.append([*cells, "-", "-", "-", "-", mark])
@@ -171,7 +171,8 @@ def _print_choices(tokens: int, table: LawTable, choices: Sequence[_Choice]) -> 
     print()
     for choice in choices:
         best = choice.best
-        advice = "train no drafter: none pays" if best.num_draft_tokens == 0 else f"train {best.layers} layers"
+        layers = f"{best.layers} layer{'s' if best.layers > 1 else ''}"
+        advice = "train no drafter: none pays" if best.num_draft_tokens == 0 else f"train the drafter of {layers}"
         print(f"Batch {choice.batch_size}: {advice}.")
 
 

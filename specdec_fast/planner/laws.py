@@ -52,8 +52,8 @@ class Law(NamedTuple):
         return self.fit(list(curve), list(curve.values()))
 
     def predicted(self, fitted: Fit, x: float) -> float:
-        """Return y at x."""
-        return fitted.slope * self.of_x(x) + fitted.intercept
+        """Return y at x: a number of tokens, so 0 where the line is below."""
+        return max(0.0, fitted.slope * self.of_x(x) + fitted.intercept)
 
     def held_out(self, curve: Curve, num_points: int = 1) -> HeldOut | None:
         """Fit all but the last points of a curve and predict these; None if fewer than two would be left."""
@@ -96,7 +96,7 @@ def forecast(table: LawTable, layers: int, training_tokens: int, batch_size: int
         raise ConfigError(f"the table has drafters of {_listed(table.layers)} layers, not of {layers}.")
     curve = table.by_tokens(layers)
     most = table.num_draft_tokens
-    accepted = min(max(TRAINING.predicted(TRAINING.of(curve), training_tokens), 0.0), float(most))
+    accepted = min(TRAINING.predicted(TRAINING.of(curve), training_tokens), float(most))
     if layers not in table.costs:
         return Forecast(layers, accepted, None, None, None, None)
     emitted = expected_tokens(acceptance_like(table.nearest(layers, training_tokens).acceptance(), accepted))

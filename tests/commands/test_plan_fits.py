@@ -30,7 +30,7 @@ def test_a_table_of_laws_says_which_drafter_to_train(capsys, tmp_path):
     assert one["best"]["num_draft_tokens"] > eight["best"]["num_draft_tokens"]
     assert fitted(tmp_path, laws.table(), *flags) == 0
     out = capsys.readouterr().out
-    assert re.search(rf"^Batch 1: train {one['best']['layers']} layers\.$", out, re.M)
+    assert re.search(rf"^Batch 1: train the drafter of {one['best']['layers']} layers?\.$", out, re.M)
     assert "extrapolated" not in out
     assert re.search(r"^10000 tokens +0.5 .* 4 +1\.564 +1\.564 +[+-]0\.000$", out, re.M)
 
@@ -40,7 +40,7 @@ def test_without_times_the_most_accepted_tokens_count(capsys, tmp_path):
     assert fitted(tmp_path, data, "--training-tokens", "9000000", "--layers", "1,2", "--batch-sizes", "1") == 0
     out = capsys.readouterr().out
     assert "extrapolated from drafters of 1,000 to 1,000,000" in out
-    assert "Batch 1: train 2 layers." in out
+    assert "Batch 1: train the drafter of 2 layers." in out
 
 
 def test_where_no_drafter_pays_none_is_trained(capsys, tmp_path):
