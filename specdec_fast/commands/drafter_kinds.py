@@ -63,15 +63,17 @@ class DrafterKind(ABC):
 
 
 class Eagle3Kind(DrafterKind):
-    """EAGLE-3: one layer over three taps."""
+    """EAGLE-3: one layer, or several, over three taps."""
 
-    options: tuple[str, ...] = _SIZES
+    options: tuple[str, ...] = (*_SIZES, "num_layers")
     num_steps = TrainingSettings.num_steps
     begin: Callable[..., Any] = staticmethod(new_module)
 
     def __init__(self, args: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(args, target)
-        self._size = DrafterSize(args.hidden_size, args.ffn_size, args.tap_layers, args.draft_vocab_size)
+        self._size = DrafterSize(
+            args.hidden_size, args.ffn_size, args.tap_layers, args.draft_vocab_size, args.num_layers or 1
+        )
         self._taps = self._size.taps(self._config.num_hidden_layers)
         self._draft_ids: Tensor | None = None
 

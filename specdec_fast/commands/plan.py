@@ -8,7 +8,6 @@ import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from specdec_fast.commands.common import (
@@ -19,9 +18,9 @@ from specdec_fast.commands.common import (
     backend_settings,
     draft_tokenizer,
     drafter_names,
-    format_table,
     quantization_settings,
 )
+from specdec_fast.commands.plan_fits import add_fit_options, print_fits
 from specdec_fast.commands.plan_report import PlanReport, print_plan
 from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import checked_draft, copied_quantization, has_weights, is_draft_model
@@ -49,7 +48,6 @@ from specdec_fast.planner.choice import (
 )
 from specdec_fast.planner.costs import ComputedTimes, Device, MeasuredTimes, StepTimes
 from specdec_fast.planner.loaded import loaded_memory
-from specdec_fast.planner.scylla import fits_of
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.speculation_length.step_costs import StepCosts
@@ -82,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the device's memory, for --no-measure")
     parser.add_argument("--peak", type=float, metavar="TFLOP/s", help="of the device, for --no-measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the curves of a JSON file, and do nothing else")
+    add_fit_options(parser)
     add_tp_size(parser)
     add_backend_options(parser)
     add_quantization_options(parser)
@@ -109,7 +107,7 @@ def _integers(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or the fits of ``--fit``."""
     if args.fit is not None:
-        return _print_fits(args.fit, args.json)
+        return print_fits(args)
     plan = make_plan(args)
     if args.json:
         print(json.dumps(plan.as_dict()))
@@ -244,19 +242,3 @@ def _expect_one(memory: EngineMemory, budget: int, traffic: Traffic) -> None:
     least = least_setting(memory, traffic)
     if memory.total(least) > budget:
         raise budget_error(memory, budget, least, traffic.new_tokens)
-
-
-def _print_fits(path: Path, as_json: bool) -> int:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--fit {path}: cannot be read as JSON: {error}") from None
-    fits = fits_of(data)
-    if as_json:
-        print(json.dumps({name: fit._asdict() for name, fit in fits.items()}))
-    else:
-        rows = [
-            (name, f"{fit.slope:.6g}", f"{fit.intercept:.6g}", f"{fit.r_squared:.4f}") for name, fit in fits.items()
-        ]
-        print(format_table(["curve", "slope", "intercept", "R^2"], rows))
-    return 0

@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--ffn-size", type=_positive, metavar="N", help="(default: in proportion to the hidden size)")
     size.add_argument("--draft-vocab-size", type=_positive, metavar="N", help="most frequent ids (default: all)")
     block = parser.add_argument_group("blocks of a DFlash drafter, which has --ffn-size and --tap-layers too")
-    block.add_argument("--num-layers", type=_positive, metavar="N", help="of the drafter (default: 2)")
+    block.add_argument(
+        "--num-layers", type=_positive, metavar="N", help="of the drafter (default: 2), or of EAGLE-3 (default: 1)"
+    )
     block.add_argument("--block-size", type=_positive, metavar="N", help="rows, the newest token included (default: 8)")
     block.add_argument("--markov-rank", type=_positive, metavar="N", help="of DSpark's Markov head (default: DFlash)")
     heads = parser.add_argument_group("heads of Medusa or Clover")

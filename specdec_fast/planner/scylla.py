@@ -13,6 +13,7 @@ import numpy as np
 from specdec_fast.errors import ConfigError
 
 _LEAST_POINTS = 2
+_ROUNDING = 1e-28  # share of the squares of equal numbers that subtracting their mean may leave
 
 
 class Fit(NamedTuple):
@@ -79,7 +80,8 @@ def _least_squares(xs: np.ndarray, ys: np.ndarray) -> Fit | None:
     (slope, intercept), *_ = np.linalg.lstsq(matrix, ys, rcond=None)
     residual = float(((ys - matrix @ np.array([slope, intercept])) ** 2).sum())
     variance = float(((ys - ys.mean()) ** 2).sum())
-    return Fit(float(slope), float(intercept), 1 - residual / variance if variance else 1.0)
+    varies = variance > _ROUNDING * float((ys**2).sum())
+    return Fit(float(slope), float(intercept), 1 - residual / variance if varies else 1.0)
 
 
 def fits_of(data: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Fit]:

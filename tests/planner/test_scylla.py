@@ -81,3 +81,8 @@ def test_curves_of_a_file():
     found = fits_of({"training_tokens": [[math.e, 1], [math.e**2, 3]], "layers": [[1, 2], [10, 5]]})
     assert found["training_tokens"][:2] == pytest.approx((2, -1))
     assert found["layers"][:2] == pytest.approx((3, 2))
+
+
+def test_equal_numbers_are_fitted_without_a_rest():
+    """Their mean is rounded, and what is left of their variance is no measure."""
+    assert fit_training([400, 800, 1600], [0.01064] * 3).r_squared == 1

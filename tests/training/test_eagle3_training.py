@@ -38,9 +38,13 @@ def made(target, texts, tmp_path, size=None, settings=None, draft_vocab_size=Non
     return Trainer(module, Teacher(target, TAPS, ids), learnt, settings, tmp_path, loss)
 
 
-def test_unrolled_logits_are_those_of_drafting(target, texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_unrolled_logits_are_those_of_drafting(target, texts, tmp_path, monkeypatch, num_layers):
     """Step k at row i is the k-th token of a chain that starts behind position i + 1, if it drafted the text itself."""
-    trainer = made(target, texts, tmp_path)
+    trainer = made(target, texts, tmp_path, DrafterSize(16, tap_layers=TAPS, num_layers=num_layers))
+    for layer in trainer.module.layers.values():  # which begin as the identity
+        layer.self_attn.o_proj.weight.data.normal_()
+        layer.mlp.down_proj.weight.data.normal_()
     layer = trainer.module.config
     for name, value in (
         ("HIDDEN", layer.hidden_size),
@@ -63,10 +67,20 @@ def test_unrolled_logits_are_those_of_drafting(target, texts, tmp_path, monkeypa
             found.append((unrolled[ahead][0, i], logits))
             return text[i + 2 + ahead]
 
-        eagle3.dense_chain(weights, {}, features, text[: i + 2], choose, STEPS)
+        eagle3.dense_chain(weights, {"num_layers": num_layers}, features, text[: i + 2], choose, STEPS)
     assert len(found) == 3 * STEPS
     for one, other in found:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_further_layers_begin_as_the_identity(target, texts, tmp_path):
+    token_ids, lengths = padded(texts.split(0)[0][:2], CPU)
+    deep, one = (made(target, texts, tmp_path, DrafterSize(16, tap_layers=TAPS, num_layers=n)) for n in (3, 1))
+    one.module.load_state_dict(deep.module.state_dict(), strict=False)
+    output = deep.teacher.output(token_ids, lengths)
+    losses = [loss_of(trainer.module, token_ids, output, STEPS).item() for trainer in (deep, one)]
+    assert losses[0] == losses[1]
+    assert len(deep.module.state_dict()) > len(one.module.state_dict())
 
 
 def test_padding_changes_no_loss(target, texts, tmp_path):
@@ -169,16 +183,18 @@ def test_ids_that_cannot_be_proposed_teach_nothing(target, texts, tmp_path):
     assert torch.equal(loss, loss_of(trainer.module, token_ids, output, STEPS))
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 20])
-@pytest.mark.parametrize("hidden_size", [16, 32])
-def test_what_is_saved_loads_as_a_drafter(target, texts, tmp_path, hidden_size, draft_vocab_size):
-    size = DrafterSize(hidden_size, tap_layers=TAPS)
+@pytest.mark.parametrize(
+    ("hidden_size", "draft_vocab_size", "num_layers"), [(16, None, 1), (16, 20, 2), (32, None, 2), (32, 20, 1)]
+)
+def test_what_is_saved_loads_as_a_drafter(target, texts, tmp_path, hidden_size, draft_vocab_size, num_layers):
+    size = DrafterSize(hidden_size, tap_layers=TAPS, num_layers=num_layers)
     trainer = made(target, texts, tmp_path, size, draft_vocab_size=draft_vocab_size)
     ids = frequent_ids(texts, VOCAB_SIZE, draft_vocab_size)
     save_drafter(trainer.module, tmp_path, target, TAPS, ids)
     ragged = RaggedModel(target, resolve(CPU))
     loaded = load_eagle3(tmp_path, ragged)
     assert loaded.taps == TAPS
+    assert loaded.config.layer.num_hidden_layers == num_layers
     head = trainer.module.lm_head.weight.bfloat16().float()
     assert any(torch.equal(weight, head) for weight in loaded.weights())
     assert (loaded.target_ids is None) if ids is None else torch.equal(loaded.target_ids, ids)

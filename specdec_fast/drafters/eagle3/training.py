@@ -20,7 +20,7 @@ def new_module(
     ``draft_ids [num_draft_ids]`` int64 are the ids that it can propose; None: all. The errors are those of
     ``layer_config``.
     """
-    module = Eagle3Module(layer_config(target, size), size.feature_size(target), num_draft_ids)
+    module = Eagle3Module(layer_config(target, size, size.num_layers), size.feature_size(target), num_draft_ids)
     copy_ends(target, module.embed_tokens, module.lm_head, draft_ids)
     return module.to(target.device)
 

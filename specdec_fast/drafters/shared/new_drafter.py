@@ -21,6 +21,7 @@ class DrafterSize:
     ffn_size: int | None = None  # inner width of its MLP; None: in proportion to hidden_size
     tap_layers: tuple[int, ...] | None = None  # see Drafter.taps; None: the default ones of EAGLE-3
     draft_vocab_size: int | None = None  # number of ids that it can propose, the most frequent ones of the texts
+    num_layers: int = 1  # of EAGLE-3; the other kinds have their own number
 
     def feature_size(self, target: PreTrainedModel) -> int:
         """Return the width of a row's taps, concatenated."""
