@@ -10,6 +10,7 @@ import pytest
 
 from specdec_fast.cli import main
 from support import laws
+from support.source_tree import ROOT
 
 
 def fitted(tmp_path, data, *flags):
@@ -33,6 +34,15 @@ def test_a_table_of_laws_says_which_drafter_to_train(capsys, tmp_path):
     assert re.search(rf"^Batch 1: train the drafter of {one['best']['layers']} layers?\.$", out, re.M)
     assert "extrapolated" not in out
     assert re.search(r"^10000 tokens +0.5 .* 4 +1\.564 +1\.564 +[+-]0\.000$", out, re.M)
+
+
+def test_the_table_of_the_repository_gives_what_the_documents_say(capsys):
+    path = ROOT / "bench/results/laws.json"
+    assert main(["plan", "--fit", str(path), "--training-tokens", "500000", "--batch-sizes", "1,2,8"]) == 0
+    out = capsys.readouterr().out
+    assert "Batch 1: train the drafter of 1 layer." in out
+    assert "Batch 8: train no drafter: none pays." in out
+    assert re.search(r"^1 +1 +2\.00 +3 +2\.46 .* 1\.36x +\*$", out, re.M)
 
 
 def test_without_times_the_most_accepted_tokens_count(capsys, tmp_path):
