@@ -26,6 +26,9 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
         "--training-tokens", type=int, metavar="N", help="with a --fit file of bench.laws: say which drafter to train"
     )
     parser.add_argument(
+        "--from-tokens", type=int, metavar="N", help="leave out its drafters with fewer training tokens"
+    )
+    parser.add_argument(
         "--layers", type=_numbers, metavar="L,L", help="of the drafters to choose from (default: all of the file)"
     )
 
@@ -48,8 +51,9 @@ def print_fits(args: argparse.Namespace) -> int:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--fit {args.fit}: cannot be read as JSON: {error}") from None
     if isinstance(data, dict) and "points" in data:
-        return _print_laws(args, _read(args.fit, data))
-    for name in ("training_tokens", "layers"):
+        table = _read(args.fit, data)
+        return _print_laws(args, table if args.from_tokens is None else table.since(args.from_tokens))
+    for name in ("training_tokens", "from_tokens", "layers"):
         if getattr(args, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} needs a --fit file that bench.laws has written, with points; {args.fit} "

@@ -53,6 +53,17 @@ def test_without_times_the_most_accepted_tokens_count(capsys, tmp_path):
     assert "Batch 1: train the drafter of 2 layers." in out
 
 
+def test_drafters_of_few_tokens_can_be_left_out(capsys, tmp_path):
+    data = laws.table(layers=(1,))
+    data["points"][0]["accepted_tokens"] = 0.0  # far below the law
+    slopes = []
+    for flags in ([], ["--from-tokens", "10000"]):
+        assert fitted(tmp_path, data, *flags, "--json") == 0
+        slopes.append(json.loads(capsys.readouterr().out)["fits"]["1 layers"]["slope"])
+    assert slopes[1] == pytest.approx(0.3)
+    assert slopes[0] > 0.33
+
+
 def test_where_no_drafter_pays_none_is_trained(capsys, tmp_path):
     assert fitted(tmp_path, laws.table(), "--training-tokens", "10", "--batch-sizes", "1") == 0
     assert "Batch 1: train no drafter: none pays." in capsys.readouterr().out
@@ -67,6 +78,7 @@ def test_where_no_drafter_pays_none_is_trained(capsys, tmp_path):
      (laws.table(), ["--training-tokens", "0"], "--training-tokens=0"),
      (laws.table(), ["--training-tokens", "9", "--batch-sizes", "0"], "--batch-sizes=0"),
      (laws.table(), ["--training-tokens", "9", "--layers", "3"], "drafters of 1, 2, 4 layers, not of 3"),
+     (laws.table(), ["--from-tokens", "1000001"], "no drafter of the table has 1000001 training tokens or more"),
      (laws.table(), ["--layers", "1"], "--layers needs --training-tokens"),
      ({"layers": [[1, 2], [10, 5]]}, ["--training-tokens", "9"], "has curves alone")],
     ids=lambda value: value if isinstance(value, str) and len(value) < 50 else "",
