@@ -79,6 +79,7 @@ def test_where_no_drafter_pays_none_is_trained(capsys, tmp_path):
      (laws.table(), ["--training-tokens", "9", "--batch-sizes", "0"], "--batch-sizes=0"),
      (laws.table(), ["--training-tokens", "9", "--layers", "3"], "drafters of 1, 2, 4 layers, not of 3"),
      (laws.table(), ["--from-tokens", "1000001"], "no drafter of the table has 1000001 training tokens or more"),
+     (laws.table(tokens=(1000,)), ["--training-tokens", "9"], "no drafter of the table was trained on two"),
      (laws.table(), ["--layers", "1"], "--layers needs --training-tokens"),
      ({"layers": [[1, 2], [10, 5]]}, ["--training-tokens", "9"], "has curves alone")],
     ids=lambda value: value if isinstance(value, str) and len(value) < 50 else "",
@@ -93,3 +94,9 @@ def test_tables_of_laws_that_cannot_be_used_are_refused(capsys, tmp_path, data, 
 def test_a_missing_file_is_refused(capsys, tmp_path):
     assert main(["plan", "--fit", str(tmp_path / "none.json"), "--training-tokens", "9"]) == 2
     assert "cannot be read as JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--training-tokens", "--from-tokens", "--layers"])
+def test_options_of_a_fit_need_a_fit(capsys, flag):
+    assert main(["plan", "--target", "T", "--draft", "ngram", "--memory", "1GB", flag, "1"]) == 2
+    assert f"{flag} is read with --fit" in capsys.readouterr().err
