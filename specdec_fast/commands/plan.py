@@ -20,7 +20,7 @@ from specdec_fast.commands.common import (
     drafter_names,
     quantization_settings,
 )
-from specdec_fast.commands.plan_fits import add_fit_options, print_fits
+from specdec_fast.commands.plan_fits import add_fit_options, expect_no_fit_options, print_fits
 from specdec_fast.commands.plan_report import PlanReport, print_plan
 from specdec_fast.config import EngineConfig, expect_at_least
 from specdec_fast.drafters import checked_draft, copied_quantization, has_weights, is_draft_model
@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan, or the fits of ``--fit``."""
     if args.fit is not None:
         return print_fits(args)
+    expect_no_fit_options(args)
     plan = make_plan(args)
     if args.json:
         print(json.dumps(plan.as_dict()))

@@ -15,6 +15,7 @@ from specdec_fast.planner.law_table import Curve, LawTable, read_laws
 from specdec_fast.planner.laws import LAYERS, TRAINING, Forecast, Law, forecast
 from specdec_fast.planner.scylla import Fit, fits_of
 
+_FIT_OPTIONS = ("training_tokens", "from_tokens", "layers")
 _CURVE = ["curve", "slope", "intercept", "R^2"]
 _HELD_OUT = [*_CURVE, "last point", "predicted", "measured", "error"]
 
@@ -26,8 +27,22 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
         "--training-tokens", type=int, metavar="N", help="with a --fit file of bench.laws: say which drafter to train"
     )
     parser.add_argument(
+        "--from-tokens", type=int, metavar="N", help="leave out its drafters with fewer training tokens"
+    )
+    parser.add_argument(
         "--layers", type=_numbers, metavar="L,L", help="of the drafters to choose from (default: all of the file)"
     )
+
+
+def expect_no_fit_options(args: argparse.Namespace) -> None:
+    """Refuse options that are read with --fit alone.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in _FIT_OPTIONS:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is read with --fit; add it, or leave the option out.")
 
 
 def _numbers(text: str) -> list[int]:
@@ -48,8 +63,9 @@ def print_fits(args: argparse.Namespace) -> int:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--fit {args.fit}: cannot be read as JSON: {error}") from None
     if isinstance(data, dict) and "points" in data:
-        return _print_laws(args, _read(args.fit, data))
-    for name in ("training_tokens", "layers"):
+        table = _read(args.fit, data)
+        return _print_laws(args, table if args.from_tokens is None else table.since(args.from_tokens))
+    for name in _FIT_OPTIONS:
         if getattr(args, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} needs a --fit file that bench.laws has written, with points; {args.fit} "
@@ -148,11 +164,14 @@ def _choices(args: argparse.Namespace, table: LawTable) -> list[_Choice]:
     for size in args.batch_sizes:
         expect_at_least("--batch-sizes", size, 1)
     layers = args.layers or [each for each in table.layers if len(table.by_tokens(each)) > 1]
+    if not layers:
+        raise ConfigError("no drafter of the table was trained on two different numbers of tokens; train more.")
     return [_Choice(size, [forecast(table, each, tokens, size) for each in layers]) for size in args.batch_sizes]
 
 
 def _print_choices(tokens: int, table: LawTable, choices: Sequence[_Choice]) -> None:
-    least, *_, most = table.training_tokens
+    least = table.training_tokens[0]
+    most = table.training_tokens[-1]
     beyond = "" if least <= tokens <= most else f"; extrapolated from drafters of {least:,} to {most:,}"
     print(f"\nExpected of drafters trained on {tokens:,} tokens{beyond}:\n")
     rows = []

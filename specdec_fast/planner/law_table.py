@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import isfinite, log, sqrt
 from statistics import mean
@@ -51,6 +51,17 @@ class LawTable:
     def training_tokens(self) -> list[int]:
         """The numbers of training tokens, rising."""
         return sorted({drafter.training_tokens for drafter in self.drafters})
+
+    def since(self, training_tokens: int) -> LawTable:
+        """Return the table without drafters of fewer training tokens.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        left = tuple(drafter for drafter in self.drafters if drafter.training_tokens >= training_tokens)
+        if not left:
+            raise ConfigError(f"no drafter of the table has {training_tokens} training tokens or more.")
+        return replace(self, drafters=left)
 
     def by_tokens(self, layers: int) -> Curve:
         """Return accepted tokens by training tokens, averaged over seeds."""

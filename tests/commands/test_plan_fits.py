@@ -10,6 +10,7 @@ import pytest
 
 from specdec_fast.cli import main
 from support import laws
+from support.source_tree import ROOT
 
 
 def fitted(tmp_path, data, *flags):
@@ -35,12 +36,32 @@ def test_a_table_of_laws_says_which_drafter_to_train(capsys, tmp_path):
     assert re.search(r"^10000 tokens +0.5 .* 4 +1\.564 +1\.564 +[+-]0\.000$", out, re.M)
 
 
+def test_the_table_of_the_repository_gives_what_the_documents_say(capsys):
+    path = ROOT / "bench/results/laws.json"
+    assert main(["plan", "--fit", str(path), "--training-tokens", "500000", "--batch-sizes", "1,2,8"]) == 0
+    out = capsys.readouterr().out
+    assert "Batch 1: train the drafter of 1 layer." in out
+    assert "Batch 8: train no drafter: none pays." in out
+    assert re.search(r"^1 +1 +2\.00 +3 +2\.46 .* 1\.36x +\*$", out, re.M)
+
+
 def test_without_times_the_most_accepted_tokens_count(capsys, tmp_path):
     data = laws.table() | {"costs": []}
     assert fitted(tmp_path, data, "--training-tokens", "9000000", "--layers", "1,2", "--batch-sizes", "1") == 0
     out = capsys.readouterr().out
     assert "extrapolated from drafters of 1,000 to 1,000,000" in out
     assert "Batch 1: train the drafter of 2 layers." in out
+
+
+def test_drafters_of_few_tokens_can_be_left_out(capsys, tmp_path):
+    data = laws.table(layers=(1,))
+    data["points"][0]["accepted_tokens"] = 0.0  # far below the law
+    slopes = []
+    for flags in ([], ["--from-tokens", "10000"]):
+        assert fitted(tmp_path, data, *flags, "--json") == 0
+        slopes.append(json.loads(capsys.readouterr().out)["fits"]["1 layers"]["slope"])
+    assert slopes[1] == pytest.approx(0.3)
+    assert slopes[0] > 0.33
 
 
 def test_where_no_drafter_pays_none_is_trained(capsys, tmp_path):
@@ -57,6 +78,8 @@ def test_where_no_drafter_pays_none_is_trained(capsys, tmp_path):
      (laws.table(), ["--training-tokens", "0"], "--training-tokens=0"),
      (laws.table(), ["--training-tokens", "9", "--batch-sizes", "0"], "--batch-sizes=0"),
      (laws.table(), ["--training-tokens", "9", "--layers", "3"], "drafters of 1, 2, 4 layers, not of 3"),
+     (laws.table(), ["--from-tokens", "1000001"], "no drafter of the table has 1000001 training tokens or more"),
+     (laws.table(tokens=(1000,)), ["--training-tokens", "9"], "no drafter of the table was trained on two"),
      (laws.table(), ["--layers", "1"], "--layers needs --training-tokens"),
      ({"layers": [[1, 2], [10, 5]]}, ["--training-tokens", "9"], "has curves alone")],
     ids=lambda value: value if isinstance(value, str) and len(value) < 50 else "",
@@ -71,3 +94,9 @@ def test_tables_of_laws_that_cannot_be_used_are_refused(capsys, tmp_path, data, 
 def test_a_missing_file_is_refused(capsys, tmp_path):
     assert main(["plan", "--fit", str(tmp_path / "none.json"), "--training-tokens", "9"]) == 2
     assert "cannot be read as JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--training-tokens", "--from-tokens", "--layers"])
+def test_options_of_a_fit_need_a_fit(capsys, flag):
+    assert main(["plan", "--target", "T", "--draft", "ngram", "--memory", "1GB", flag, "1"]) == 2
+    assert f"{flag} is read with --fit" in capsys.readouterr().err
