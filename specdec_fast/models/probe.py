@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
+from specdec_fast.ranks.operations import ExchangingModule
 
 PROBE_LENGTH = 8  # tokens
 
@@ -44,7 +45,14 @@ def named_failures(model: nn.Module) -> Iterator[None]:
 
 
 def _fails_alone(model: Any) -> bool:
-    """Return whether the unmodified model cannot compute a short text: its sizes do not fit, for example."""
+    """Return whether the unmodified model cannot compute a short text: its sizes do not fit, for example.
+
+    A part of a sharded model is not tried: the other ranks would have to compute it too, and may not have failed.
+    """
+    if any(isinstance(module, ExchangingModule) for module in model.modules()):
+        return False
+    if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        return False
     try:
         size = model.get_input_embeddings().num_embeddings
         with torch.inference_mode():

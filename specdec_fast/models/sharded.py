@@ -22,7 +22,7 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.models.quantized_linears import how_quantised_by
 from specdec_fast.ranks.exchange import Ranks, connected
-from specdec_fast.ranks.operations import embedding_part, number_of, rank_concatenate, rank_sum
+from specdec_fast.ranks.operations import ExchangingModule, embedding_part, number_of, rank_concatenate, rank_sum
 from specdec_fast.request.detokenizer import is_gguf
 
 # Styles of a plan that change nothing in a forward: they distribute gradients, or keep whole parameters.
@@ -30,7 +30,7 @@ _LOCAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "re
 _connections: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()  # by process group
 
 
-class SummedLinear(nn.Module):
+class SummedLinear(ExchangingModule):
     """A linear of which every rank has some inputs: the sum over the ranks, then the bias."""
 
     def __init__(self, part: nn.Linear, ranks: int) -> None:
@@ -46,7 +46,7 @@ class SummedLinear(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
-class ConcatenatedLinear(nn.Module):
+class ConcatenatedLinear(ExchangingModule):
     """A linear of which every rank has some outputs, and all ranks need all of them."""
 
     def __init__(self, part: nn.Linear, ranks: int, widths: list[int]) -> None:
@@ -65,7 +65,7 @@ class ConcatenatedLinear(nn.Module):
         return rank_concatenate(self.part(rows), self._ranks, self._widths)
 
 
-class SummedEmbedding(nn.Module):
+class SummedEmbedding(ExchangingModule):
     """An embedding of which every rank has some ids."""
 
     def __init__(self, part: nn.Embedding, ranks: int, first: int) -> None:
@@ -79,7 +79,7 @@ class SummedEmbedding(nn.Module):
         return rank_sum(embedding_part(token_ids, self.weight, self._first), self._ranks)
 
 
-class SummedExperts(nn.Module):
+class SummedExperts(ExchangingModule):
     """Experts of each of which every rank has a part."""
 
     def __init__(self, part: nn.Module, ranks: int) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 CHUNK_BYTES = 1 << 20  # that a rank sends at a time; two chunks per rank are shared
+ABORTED = "an exchange between ranks was aborted"  # what the C++ extension raises in ranks that wait for a failed one
 TIMEOUT_SECONDS = 600.0  # after which a rank that waits for another one raises an error
 _SHARED_FOLDERS = ("/dev/shm", tempfile.gettempdir())
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec_fast.ranks.exchange import Ranks
 
 # Operations take integers: the places here. Few, because a process group has one; None: they have been closed.
 _known: list[Ranks | None] = []
+
+
+class ExchangingModule(nn.Module):
+    """A module whose forward exchanges numbers with the other ranks, which must run it too."""
+
 
 _LIBRARY = torch.library.Library("specdec_fast", "FRAGMENT")
 _LIBRARY.define("rank_sum(Tensor rows, int ranks) -> Tensor")

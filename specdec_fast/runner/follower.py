@@ -18,7 +18,7 @@ from transformers.utils import logging
 from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.kv_cache.accepted_paths import move_entries
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.ranks.exchange import Ranks
+from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import (
     ComputeForward,
     CopyPages,
@@ -114,7 +114,7 @@ class Follower:
 
 def _failure_of(error: Exception) -> Failure:
     is_memory = isinstance(error, MemoryError) or is_out_of_memory(error)
-    return Failure(f"{type(error).__name__}: {error}", is_memory, "was aborted" in str(error))
+    return Failure(f"{type(error).__name__}: {error}", is_memory, ABORTED in str(error))
 
 
 def _end_with(parent: int) -> None:

@@ -16,7 +16,7 @@ from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
 from specdec_fast.models.sharded import expect_shardable, sharded_copy
 from specdec_fast.ops import resolve
-from specdec_fast.ranks.exchange import Ranks
+from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
 from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, join_group, leave_group
 from specdec_fast.runner.batch_invariance import make_deterministic
@@ -83,9 +83,12 @@ def load_sharded(source: str | PathLike[str], config: EngineConfig, most_draft_t
     workers = Workers(config.tp_size, _FOLLOWER)
     try:
         target = _loaded(workers, fspath(source), config, most_draft_tokens, num_threads)
-    except BaseException:
+    except BaseException as error:
+        ended = workers.failure
         workers.close()
-        raise
+        if ended is None or ended is error or not isinstance(error, Exception):
+            raise
+        raise ended from error  # what rank 0 says of it is a consequence
     target.lead(Leader(workers, num_threads))
     return target
 
@@ -100,10 +103,10 @@ def _loaded(
         try:
             join_group(0, workers.num_ranks, folder)
             target = load_target(source, config, most_draft_tokens, workers.connect)
-        except SpecDecError:  # of the model: every rank raises it
-            raise
         except Exception as error:
-            _answers_of(workers, error)
+            workers.abort()  # the others may wait for this rank
+            if not isinstance(error, SpecDecError) or ABORTED in str(error):  # not of the model, which all would raise
+                _answers_of(workers, error)
             raise
         finally:
             leave_group(workers.ranks)

@@ -21,6 +21,7 @@ from specdec_fast.kv_cache.forward_layout import batch_without_pages
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.planner.checkpoint import checkpoint_sizes
+from specdec_fast.ranks.exchange import ABORTED
 from specdec_fast.runner.follower import Follower
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.model_memory import bytes_of, weights_of
@@ -228,7 +229,7 @@ def test_a_forward_that_fails_in_another_rank_raises_in_rank_0(monkeypatch, erro
         raise error
 
     def aborted(*_):
-        raise RuntimeError("an exchange between ranks was aborted")
+        raise RuntimeError(ABORTED)
 
     cpu = torch.device("cpu")
     pool = PagePool(KVLayout.uniform(1, 1, 1, torch.float32, cpu), 4, 4)
