@@ -7,7 +7,7 @@ changes of numbers that it copied: scalars, and results computed from weights al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -22,6 +22,7 @@ from specdec_fast.errors import UnsupportedModelError
 # Tensors up to this size are compared by value; for larger ones, PyTorch's version counter is compared.
 _MOST_COPIED = 1 << 16
 _SAMPLED = 64  # numbers in the middle of a tensor that tell whether it has changed without PyTorch's notice
+_COLLECTING = "transformers.utils.output_capturing"  # the module of hooks that collect hidden states and attentions
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
 
 
@@ -38,11 +39,24 @@ def replaced_forward(module: nn.Module) -> Any | None:
     return None if isinstance(forward, OwnForward) else forward
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks of its own, besides those that matter to no forward of an engine.
+
+    When a caller first asks a model for hidden states or attentions, transformers adds hooks that collect them, and
+    leaves them there. They do nothing in a forward of which nobody asks that.
+    """
+    return any(map(_do_something, (module._forward_hooks, module._forward_pre_hooks)))
+
+
+def _do_something(hooks: Mapping[int, Any]) -> bool:
+    return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks.values())
+
+
 def hooked_class(model: nn.Module) -> str | None:
     """Return the class of a module with forward hooks, which recordings would not call; None if there is none."""
     if any(_GLOBAL_HOOKS):
         return nn.Module.__name__  # global hooks run for every module
-    hooked = next((m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks), None)
+    hooked = next(filter(has_hooks, model.modules()), None)
     return None if hooked is None else type(hooked).__name__
 
 
@@ -102,7 +116,8 @@ class Watch:
         changed = any(not torch.equal(tensor, copy) for tensor, copy in self._copies)
         if changed or any(tensor._version != version for tensor, version in self._versions):
             return "weights whose numbers the program copied (scalars, or sums like 1 + w) have been changed in place"
-        if any(self._hooks):  # last, so that other changes of a model with hooks, which has no program, are noticed
+        # Last, so that other changes of a model with hooks, which has no program, are noticed.
+        if any(map(_do_something, self._hooks)):
             return "forward hooks have been added to it, which would not be called"
         return None
 

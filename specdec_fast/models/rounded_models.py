@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.errors import ConfigError
-from specdec_fast.model_watch import replaced_forward
+from specdec_fast.model_watch import has_hooks, replaced_forward
 from specdec_fast.models.experts import computed_by, entry_name, expert_configs, mixtures_of, use_own_function
 from specdec_fast.models.quantized_linears import (
     PackedExperts,
@@ -143,8 +143,7 @@ def linears_to_round(model: PreTrainedModel, must_run: bool = False) -> dict[str
         for name, module in model.named_modules()
         if (type(module).forward is nn.Linear.forward or type(module) is Conv1D)
         and replaced_forward(module) is None
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
+        and not has_hooks(module)
         and type(module.weight) is nn.Parameter
         and module.weight.is_floating_point()
     }

@@ -152,6 +152,21 @@ def test_models_with_hooks_stay_with_pytorch():
     assert len(calls) == 2
 
 
+def test_hooks_that_collect_hidden_states_for_a_caller_change_nothing():
+    """transformers adds them when a caller first asks for hidden states, and never takes them away."""
+    model = tiny_model("llama")
+    before = sd.Engine(model, None)
+    params = sd.SamplingParams(max_new_tokens=4)
+    (wanted,) = before.generate([[1, 2, 3]], params)
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    (found,) = before.generate([[1, 2, 3]], params)
+    assert found.token_ids == wanted.token_ids
+    assert sd.Engine(model, None).describe()["forward_program"]
+    model.model.layers[1].register_forward_hook(lambda *args: None)
+    with pytest.raises(UnsupportedModelError, match="forward hooks have been added"):
+        before.generate([[1, 2, 3]], params)
+
+
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
 def test_hooks_of_every_module_are_called(register):
     called = []
