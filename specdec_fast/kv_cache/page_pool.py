@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
-from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
+from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError, RankError
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.prefix_pages import PrefixPages
 from specdec_fast.kv_cache.state_pool import StateMemory, StatePool
@@ -76,6 +76,7 @@ class PagePool:
 
     Raises:
         KVCacheAllocationError: there is no memory for so many positions or state slots.
+        RankError: another rank of a target that ``tp_size`` shards has ended.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class PagePool:
             self.tensors, self.layers = layout.allocate(self.num_pages + 1, page_size)
             if layout.copies is not None:
                 layout.copies.allocate(self)
+        except RankError:
+            raise
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             needed = (self.num_pages + 1) * page_size * layout.bytes_per_token
             raise KVCacheAllocationError(

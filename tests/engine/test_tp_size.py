@@ -170,6 +170,8 @@ def test_a_rank_that_ends_ends_all_requests_of_a_service(folder):
         assert "rank 1 of the target has ended (signal 9)" in str(output.error)
     with pytest.raises(sd.RankError, match="signal 9"):
         service.engine.generate([[1]])
+    with pytest.raises(sd.RankError, match="signal 9"):  # a rank may end while pages are allocated
+        PagePool(service.engine.target.layout, 512, 16)
 
 
 @pytest.mark.grid

@@ -26,7 +26,7 @@ def num_served(engine):
 
 def vacant(engine):
     core, pool = engine.engine.core, getattr(engine.engine.drafter, "pool", None)
-    return not core.has_work and core.pool.is_vacant and (pool is None or pool.is_vacant)
+    return not core.has_work and all(each is None or each.is_vacant for each in (core.pool, pool))
 
 
 class Gate:
