@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specdec_fast import AsyncEngine, Engine, RequestError, SamplingParams
-from specdec_fast.errors import EngineOverloadedError, StepError
+from specdec_fast.errors import DeadlineExceededError, EngineOverloadedError, StepError
 from specdec_fast.ops import INVALID_TOKEN
 from specdec_fast.results import RunStats
 
@@ -155,6 +155,8 @@ class Clients:
         except EngineOverloadedError:
             self.found.ends["refused"] += 1
             await asyncio.sleep(_REFUSED_SECONDS)
+        except DeadlineExceededError as error:  # before its prompt was encoded, so it had no chunk
+            self.found.ends[type(error).__name__] += 1
 
     async def _generate(self, request: Request, how: str) -> None:
         task = asyncio.create_task(self._engine.generate(request.prompt, request.params))
