@@ -27,7 +27,7 @@ class KVShape(NamedTuple):
 class PoolCopies(Protocol):
     """Pools of the other ranks of a sharded model, with their own heads of the same positions (``runner/leader.py``).
 
-    A pool tells them what allocates or changes its memory outside of a forward.
+    A pool calls these methods when it allocates or changes its memory outside of a forward.
     """
 
     def allocate(self, pool: Any) -> None:
@@ -58,7 +58,7 @@ class KVLayout:
     states: tuple[StateShape, ...] = ()  # what each recurrent call keeps, in the order of a forward's calls
     most_draft_tokens: int = MOST_DRAFT_TOKENS  # of a sequence in a verification; states keep their rows
     indexers: tuple[int, ...] = ()  # the model's number of the layer of each indexer
-    copies: PoolCopies | None = field(default=None, compare=False)  # other ranks' pools; None: there are none to tell
+    copies: PoolCopies | None = field(default=None, compare=False)  # other ranks' pools; None: there are none
 
     @classmethod
     def uniform(

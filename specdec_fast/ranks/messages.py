@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks of a target that ``tp_size`` shards: which forwards to compute, on which pages.
+"""Messages of rank 0 to the other ranks of a target that ``tp_size`` shards: which forwards to compute, on which pages.
 
 Rank 0 alone schedules, drafts and accepts. The others hold their part of the weights and of the KV entries, and repeat
 every operation of rank 0 that reads or writes these. Pools of pages have numbers, and all ranks name the same page by

@@ -1,4 +1,4 @@
-"""The processes of the ranks from 1 on: started by rank 0, told what to compute through pipes, and ended with it."""
+"""The processes of the ranks from 1 on: rank 0 starts them, sends them messages through pipes, and ends them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rank from 1 on of a target that ``tp_size`` shards: it computes what rank 0 says, until rank 0 ends.
 
-``workers.py`` starts it as a process that only calls ``main``; ``messages.py`` has what it is told.
+``workers.py`` starts it as a process that only calls ``main``; ``messages.py`` has the messages of rank 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rank 0 of a target that ``tp_size`` shards: it tells the other ranks what it computes, so that they compute it too.
+"""Rank 0 of a target that ``tp_size`` shards: it sends the other ranks what it computes, so that they compute it too.
 
 An engine has one process that schedules, drafts, accepts and serves. What reads or writes the target's weights or KV
 entries passes through here: forwards, and what pools do with their memory. The processes of the other ranks

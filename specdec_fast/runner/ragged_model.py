@@ -150,7 +150,7 @@ class RaggedModel:
     def has_fused_step(self) -> bool:
         """Whether its program's ``draft`` and ``verify`` run its steps: it has a program, and rows need no padding.
 
-        Ranks that a leader tells what to compute get forwards, not steps.
+        A leader sends the other ranks forwards, not steps.
         """
         return self.program is not None and self.row_padding.multiple == 1 and self.leader is None
 

@@ -1,4 +1,4 @@
-"""``tp_size``: the engine starts the other ranks of its target, and tells them what to compute."""
+"""``tp_size``: the engine starts the other ranks of its target, and sends them the forwards to compute."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_k_and_an_interrupt_loses_nothin
         def interrupted(*_):
             raise Interrupted
 
-        with monkeypatch.context() as patch:  # after the other rank has been told to compute
+        with monkeypatch.context() as patch:  # after the other rank has received the forward
             patch.setattr(engine.target, "program", interrupted)
             with pytest.raises(Interrupted):
                 together(engine)
