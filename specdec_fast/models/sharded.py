@@ -146,10 +146,7 @@ def bytes_of_rank(model: PreTrainedModel, tp_size: int) -> int:
     Raises NotYetSupportedError if there is no plan for the model.
     """
     if not getattr(model, "tp_plan", None):
-        raise NotYetSupportedError(
-            f"tp_size={tp_size}, but transformers has no tensor-parallel plan for a {type(model).__name__}; leave it "
-            "out."
-        )
+        raise _no_plan(tp_size, f"a {type(model).__name__}")
     axes: dict[int, int] = {}  # of each sharded parameter, the axis that is
     for name, style in _styles_of(model).items():
         if style not in _LOCAL:
@@ -161,6 +158,12 @@ def bytes_of_rank(model: PreTrainedModel, tp_size: int) -> int:
         part = -(-axis_size // tp_size) * (tensor.numel() // axis_size) if axis_size else tensor.numel()
         sizes[id(tensor)] = part * tensor.itemsize
     return sum(sizes.values())
+
+
+def _no_plan(tp_size: int, models: str) -> NotYetSupportedError:
+    return NotYetSupportedError(
+        f"tp_size={tp_size}, but transformers has no tensor-parallel plan for {models}; leave it out."
+    )
 
 
 def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[int, int]) -> nn.Module:
@@ -239,10 +242,7 @@ def expect_shardable(source: Any, config: EngineConfig) -> None:
     if (how := how_quantised_by(of_model)) is not None:
         raise NotYetSupportedError(f"{setting} does not serve checkpoints quantised by {how} yet; leave it out.")
     if not getattr(of_model.get_text_config(decoder=True), "base_model_tp_plan", None):
-        raise NotYetSupportedError(
-            f"{setting}, but transformers has no tensor-parallel plan for models of type {of_model.model_type!r}; "
-            "leave it out."
-        )
+        raise _no_plan(config.tp_size, f"models of type {of_model.model_type!r}")
     expect_divisible_heads(of_model, config.tp_size)
 
 

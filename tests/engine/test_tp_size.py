@@ -26,18 +26,9 @@ from specdec_fast.runner.follower import Follower
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.scripted_trees import RandomTrees
+from support.sharded import SIZES as SHARDED_SIZES
 
-SIZES = {
-    "vocab_size": 67,  # no multiple of the number of ranks
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
-}
+SIZES = SHARDED_SIZES | {"eos_token_id": None}
 PROMPTS = [[5, 9, 40, 7], [3] * 21, [60, 2, 8], [3] * 21 + [4, 4], list(range(30))]
 RULES = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "seed": 4}]
 ENDED_SECONDS = 30.0

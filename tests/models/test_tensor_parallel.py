@@ -14,19 +14,10 @@ import specdec_fast as sd
 from specdec_fast.assets import demo_pair
 from specdec_fast.models.sharded import expect_divisible_heads
 from support import sharded
+from support.sharded import SIZES
 from support.source_tree import ROOT
 
 WAYS = ["torch.float32 program", "torch.float32 eager", "torch.bfloat16 program", "torch.bfloat16 eager"]
-SIZES = {
-    "vocab_size": 67,  # no multiple of the number of processes
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
 
 
 def processes(folder, num_processes, *source):

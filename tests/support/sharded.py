@@ -22,6 +22,17 @@ from specdec_fast.ranks.exchange import CHUNK_BYTES, GroupRanks, connected
 
 PROMPTS = ["One day, a little bird", "Count from 3 to 9: 3,", "Items: owl, hen, fox.\nSorted:"]
 IDS = [[5, 9, 40, 7], [3] * 21, [60, 2, 8]]  # of models without a tokenizer
+# Of a small Qwen3, whose vocabulary is no multiple of the number of processes.
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
 PARAMS = [
     sd.SamplingParams(max_new_tokens=12, logprobs=True),
     sd.SamplingParams(max_new_tokens=12, logprobs=True, temperature=0.8, seed=3),
