@@ -286,18 +286,22 @@ _USUAL = (
     (64, 64, 8, 16, {"TREE": True}),
     (64, 64, 8, 16, {"SINKS": True}),
     (64, 64, 8, 16, {"TREE": True, "SINKS": True}),
+    (64, 64, 8, 16, {"WINDOWED": True, "SINKS": True}),
     (64, 64, 8, 16, {"SOFTCAP": True, "SINKS": True}),
+    (64, 64, 8, 16, {"SOFTCAP": True, "WINDOWED": True, "SINKS": True}),
     (80, 80, 1, 1, {}),
     (128, 128, 4, 16, {}),
     (128, 128, 4, 64, {}),
     (128, 128, 4, 16, {"TREE": True}),
     (128, 128, 4, 64, {"TREE": True}),
     (128, 128, 4, 64, {"WINDOWED": True}),
+    (128, 128, 4, 64, {"WINDOWED": True, "TREE": True}),
     (128, 128, 8, 256, {"SOFTCAP": True, "TREE": True}),
     (192, 128, 1, 16, {}),
     (128, 128, 5, 16, {"WINDOWED": True, "CHUNKED": True}),
     (128, 128, 5, 16, {"WINDOWED": True, "CHUNKED": True, "TREE": True}),
     (256, 256, 2, 16, {"SOFTCAP": True}),
+    (256, 256, 2, 16, {"SOFTCAP": True, "WINDOWED": True}),
 )
 
 
@@ -338,7 +342,7 @@ def variants() -> Iterator[Variant]:
 
             yield compiled()
             yield compiled("_tall", is_tall=True)
-            if kind != "fp32" and flags.keys() - {"TREE"} == {"SINKS"}:  # a model may keep sinks in fp32
+            if kind != "fp32" and flags.keys() - {"TREE", "WINDOWED"} == {"SINKS"}:  # a model may keep sinks in fp32
                 yield compiled("_fp32", types=types | {"sinks": "*fp32"})
             if name.removeprefix(f"{kind}_") in ("dim128_group4", "dim128_group4_tree", "dim64_group8_sinks"):
                 launch = _with(launch_config(dtype, head_dim, value_dim, group), **constants)
