@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.ranks.exchange import ABORTED
 from specdec_fast.ranks.messages import UseTaps
+from specdec_fast.ranks.workers import expect_no_group, join_group
 from specdec_fast.runner.follower import Follower
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.model_memory import bytes_of, weights_of
@@ -248,6 +250,14 @@ def test_an_error_of_the_model_in_all_ranks_is_that_of_rank_0(monkeypatch):
         leader.together(UseTaps((1,)), fail)
     with pytest.raises(sd.RankError, match="rank 1 of the target: UnsupportedModelError: no such layers"):
         leader.together(UseTaps((1,)), aborted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL connects later")
+def test_ranks_that_connect_wait_shortly_for_one_that_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec_fast.ranks.workers._CONNECT_TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        join_group(0, 2, str(tmp_path))
+    expect_no_group()
 
 
 class TestRefusals:
