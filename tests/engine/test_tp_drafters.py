@@ -13,10 +13,11 @@ from support.recording_drafter import hidden_states_of_text
 from support.tp_size import SIZES, engine_of, plainly, saved, together
 
 
-def expect_bits_of_plain_decoding(engine):
+def expect_bits_of_plain_decoding(engine, tokens_per_draft=0):
     expected = plainly(engine)
     assert together(engine) == expected
-    assert engine.last_run.decoding.num_draft_tokens > 0
+    decoding = engine.last_run.decoding
+    assert decoding.num_draft_tokens > tokens_per_draft * decoding.num_drafts
     assert together(engine, num_draft_tokens=2) == expected  # prompts whose pages are in the cache
 
 
@@ -29,13 +30,13 @@ def test_eagle3_reads_hidden_states_and_the_targets_embedding(tmp_path):
     eagle3.write_checkpoint(tmp_path / "drafter", model, shares_embedding=True)
     whole = sd.Engine(model, drafter)
     text = list(range(3, 40))
-    with engine_of(folder, drafter) as engine:
+    with engine_of(folder, drafter, draft_tree=12) as engine:
         table = model.get_input_embeddings().weight
         assert any(torch.equal(weight, table) for weight in engine.drafter.weights())
         assert len(engine.target.model.get_input_embeddings().weight) < len(table)
         found = hidden_states_of_text(engine.target, text)
         torch.testing.assert_close(found, hidden_states_of_text(whole.target, text), rtol=1e-4, atol=1e-4)
-        expect_bits_of_plain_decoding(engine)
+        expect_bits_of_plain_decoding(engine, tokens_per_draft=5)
         assert engine.describe()["forward_program"]
         assert engine.describe()["prefix_cache"]["num_pages"] > 0
 
