@@ -25,15 +25,26 @@ settings.load_profile("ci")
 pytest.register_assert_rewrite("support")  # before anything of it is imported
 
 
+def interpret_triton():
+    """Let Triton kernels run on the CPU, in its interpreter; their functions are wrapped when first imported."""
+    if importlib.util.find_spec("triton"):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# A conftest.py of a folder that is named on the command line imports kernels before ``pytest_configure``, and torch is
+# not to be imported yet. Where there is no driver of a GPU, torch would find none either.
+if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))):
+    interpret_triton()
+
+
 def pytest_configure(config):
     if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
         return  # the process of pytest-xdist that starts the others imports neither torch nor tests
     gc.disable()  # until all is imported and all tests are collected: nothing of that is garbage
     import torch
 
-    if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-        # Triton kernels then run on the CPU, in its interpreter; their functions are wrapped when first imported.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if not torch.cuda.is_available():
+        interpret_triton()
 
 
 NUM_LEFT = pytest.StashKey[int]()
