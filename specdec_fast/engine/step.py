@@ -182,7 +182,9 @@ def _why_no_token(verification: Verification, row: int, sequence: Sequence) -> R
     """Return why nothing was chosen at a row of a verification: it cannot be, after the sequence's present tokens."""
     if (failure := verification.failures.get(row)) is not None:
         return failure
-    if bool(verification.logits[row].isnan().any()):
+    # The step after a plain one, which may have overwritten the logits, is launched only where nothing restricts them.
+    is_free = not sequence.edits_logits and not sequence.params.logits_processors
+    if is_free or bool(verification.logits[row].isnan().any()):
         return nan_error(sequence.length, "no token can be chosen")
     place = f"after {sequence.length - sequence.prompt_length} emitted tokens"
     return NoAllowedTokenError(f"what the request allows leaves no token to choose {place}; relax its restrictions.")
