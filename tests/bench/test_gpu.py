@@ -103,6 +103,12 @@ def test_drafters_are_compared_with_plain_decoding(smoke):
     assert all(row["equal"] == row["outputs"] > 0 for row in rows)
 
 
+def test_two_ranks_are_compared_with_plain_decoding(smoke):
+    found = smoke[1]["parts"]["ranks"]
+    assert found["processes"] == 2
+    assert all(row["equal"] == row["outputs"] > 0 for row in found["rows"])
+
+
 def test_decoding_measures_what_was_requested(smoke):
     found, sizes = smoke[1]["parts"]["decoding"], gpu_decoding.SMOKE
     assert found["logit_distance"] <= found["logit_distance_bound"]
@@ -195,6 +201,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
         "equivalence": "float32",
         "programs": "float32",
         "drafters": "plain at batch 2, temperature 0",
+        "ranks": "2 ranks",
         "graphs": "plain step at batch 2",
         "graph_gates": "eqspec in float32",
         "decoding": "logits of a verification",
