@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +27,8 @@ START_SECONDS = 300.0  # that a process may take to import PyTorch and transform
 _LOAD_TIMEOUT = timedelta(minutes=10)  # of one rank that waits for another one while weights are read
 _ANSWER_SECONDS = 60.0  # that a process may take for the rest of a forward, or to allocate pages
 _END_SECONDS = 2.0  # that a process may take to end by itself
-_ONLY_GLOO = "cpu:gloo,cuda:gloo"  # of a group named "gloo", a DeviceMesh on GPUs makes another one with NCCL
+_GPU_VARIABLE = "LOCAL_RANK"  # by which transformers chooses a GPU
+_ONLY_GLOO = "cpu:gloo,cuda:gloo"  # older PyTorch adds NCCL for a mesh of GPUs if the group is named "gloo"
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(*map(int, sys.argv[2:]))"
 )
@@ -71,7 +73,7 @@ class Workers:
             numbers = map(str, (rank, self.num_ranks, os.getpid(), there.fileno()))
             command = [sys.executable, "-c", code, json.dumps(sys.path), *numbers]
             gpu = 0 if self.on_one_gpu else rank
-            environment = {**os.environ, "LOCAL_RANK": str(gpu)}  # by which transformers chooses a GPU
+            environment = {**os.environ, _GPU_VARIABLE: str(gpu)}
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[there.fileno()])
         self.processes.append(process)
         Thread(target=self._watch, args=(rank, process), name=f"specdec_fast-rank-{rank}", daemon=True).start()
@@ -178,6 +180,22 @@ def join_group(rank: int, num_ranks: int, folder: str, on_one_gpu: bool = False)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_LOAD_TIMEOUT)
     finally:
         sys.excepthook = hook
+
+
+@contextmanager
+def first_gpu() -> Iterator[None]:
+    """Let transformers take the first GPU in the process of rank 0: it reads the number of the GPU from LOCAL_RANK.
+
+    Old versions need the variable, and what has started this process may have set it for ranks of its own.
+    """
+    before = os.environ.get(_GPU_VARIABLE)
+    os.environ[_GPU_VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_GPU_VARIABLE]
+        if before is not None:
+            os.environ[_GPU_VARIABLE] = before
 
 
 def leave_group(ranks: Ranks | None) -> None:

@@ -18,7 +18,7 @@ from specdec_fast.models.sharded import expect_shardable, sharded_copy
 from specdec_fast.ops import resolve
 from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
-from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, join_group, leave_group
+from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, first_gpu, join_group, leave_group
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.ragged_model import RaggedModel
@@ -102,7 +102,7 @@ def _loaded(
 ) -> RaggedModel:
     workers.answers(START_SECONDS)  # all have imported what they need, and will not keep each other waiting
     plain = replace(config, num_draft_tokens=0)  # a policy of the caller's own might not be pickled
-    with tempfile.TemporaryDirectory() as folder, number_of_threads(num_threads):
+    with tempfile.TemporaryDirectory() as folder, number_of_threads(num_threads), first_gpu():
         workers.send(LoadTarget(source, plain, most_draft_tokens, num_threads, folder, workers.on_one_gpu))
         try:
             join_group(0, workers.num_ranks, folder, workers.on_one_gpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from time import monotonic
 
 import pytest
@@ -59,7 +60,7 @@ def test_other_outputs_are_red():
 
 
 def test_ranks_on_one_gpu_do_not_meet_nccl(monkeypatch, tmp_path):
-    """A group that were named "gloo" would not do: of it a mesh of GPUs makes another one with NCCL."""
+    """Nor in the group that older PyTorch makes for a mesh of GPUs if the ranks' own one is named "gloo"."""
     joined, devices = [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
@@ -71,7 +72,7 @@ def test_ranks_on_one_gpu_do_not_meet_nccl(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("on_one_gpu", "expected"), [(False, ["1", "2"]), (True, ["0", "0"])])
-def test_the_gpu_that_transformers_takes(monkeypatch, on_one_gpu, expected):
+def test_the_gpus_that_transformers_takes_in_other_ranks(monkeypatch, on_one_gpu, expected):
     """It reads the number of the GPU from the environment."""
     started = []
 
@@ -85,3 +86,14 @@ def test_the_gpu_that_transformers_takes(monkeypatch, on_one_gpu, expected):
     monkeypatch.setattr(workers.subprocess, "Popen", Process)
     workers.Workers(3, "nothing", on_one_gpu).close()
     assert started == expected
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_the_gpu_that_transformers_takes_in_rank_0(monkeypatch, before):
+    """Transformers 5.17 fails without the variable; what has started the engine's process may have set it."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if before is not None:
+        monkeypatch.setenv("LOCAL_RANK", before)
+    with workers.first_gpu():
+        assert os.environ["LOCAL_RANK"] == "0"
+    assert os.environ.get("LOCAL_RANK") == before
