@@ -94,6 +94,7 @@ def _facts_of(engine: Engine) -> dict[str, Any]:
         "ops": dict(described["ops"]),
         "forward_program": described["forward_program"],
         "why_no_program": described["why_no_program"],
+        "rows_one_by_one": described["rows_one_by_one"],
     }
 
 

@@ -210,6 +210,11 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
     assert result["skipped"][0] == first[name]
 
 
+def test_gates_run_in_one_round():
+    """A second round would halve the time of each."""
+    assert sum(not task.measures for task in gpu.TASKS) <= gpu.GATES_AT_ONCE
+
+
 def test_numbers_that_json_lacks_are_strings(tmp_path):
     record = gpu.Record(tmp_path, {"error": float("nan")})
     record.note(largest=float("inf"))
