@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,9 +119,36 @@ class Joined(NamedTuple):
     parts: tuple[slice, ...]  # which of them each result is
 
 
-def to_host(tensors: Sequence[Tensor] | Joined) -> list[list[int]]:
+class HostCopy:
+    """A copy of results to the host that has begun; ``to_host`` waits for this copy, not for what is launched later."""
+
+    def __init__(self, results: Sequence[Tensor] | Joined) -> None:
+        if isinstance(results, Joined):
+            values = results.values
+            self.parts = results.parts
+        else:
+            values = torch.cat(list(results))
+            ends = list(accumulate(map(len, results), initial=0))
+            self.parts = tuple(map(slice, ends[:-1], ends[1:]))
+        is_cuda = values.device.type == "cuda"
+        self.values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_cuda)
+        self.values.copy_(values, non_blocking=is_cuda)  # without an event to wait for, the copy itself waits
+        self._copied: torch.cuda.Event | None = None
+        if is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(values.device))
+
+    def wait(self) -> None:
+        """Wait until the values have arrived."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def to_host(tensors: Sequence[Tensor] | Joined | HostCopy) -> list[list[int]]:
     """Return the values of flat integer tensors of one device, in one transfer; a step waits for a device here only."""
-    if isinstance(tensors, Joined):
+    if isinstance(tensors, HostCopy):
+        tensors.wait()
+    if isinstance(tensors, (Joined, HostCopy)):
         values = tensors.values.tolist()
         return [values[part] for part in tensors.parts]
     if tensors[0].device.type == "cpu":  # nothing is transferred, so concatenating would only cost time

@@ -51,6 +51,7 @@ from specdec_fast.runner.prefill import prefill
 from specdec_fast.runner.ragged_model import RaggedModel
 
 PLAIN = "plain"
+PLAIN_WAITING = "plain, every step read before the next is launched"
 DRAFT_MODEL, EAGLE3 = "draft model", "eagle3"
 PAGE_SIZE = 64
 
@@ -140,7 +141,7 @@ class DecodingSetting:
     """One way to decode.
 
     Attributes:
-        method: name of a scheduler, or plain decoding.
+        method: name of a scheduler, ``PLAIN`` or ``PLAIN_WAITING``.
         batch_size: largest number of sequences in a step.
         acceptance: probability that a draft token is the target's own; None for plain decoding.
         drafter: ``DRAFT_MODEL`` or ``EAGLE3``; None for plain decoding.
@@ -197,13 +198,15 @@ class Bench:
         engine = Engine(
             self.target,
             drafters[setting.drafter],
-            method="eqspec" if setting.method == PLAIN else setting.method,
+            method="eqspec" if setting.drafter is None else setting.method,
             max_batch_size=batch_size,
             num_draft_tokens=self.sizes.num_draft_tokens,
             page_size=PAGE_SIZE,
             # one pool for all runs, because graphs belong to a pool
             kv_cache_tokens=2 * batch_size * (self.sizes.prompt_tokens + self.sizes.new_tokens + PAGE_SIZE),
         )
+        if setting.method == PLAIN_WAITING:
+            engine.core._can_be_followed = lambda step: False  # type: ignore[method-assign]
         if setting.acceptance is not None:
             core, device = engine.core, self.target.device
             core.drafter = ReplayDrafter(core.drafter, self.transcripts, setting.acceptance, vocab_size, device, SEED)
@@ -218,6 +221,7 @@ def decoding_settings(sizes: Sizes) -> Iterator[DecodingSetting]:
         yield DecodingSetting(PLAIN, batch_size)
         yield DecodingSetting("eqspec", batch_size, first, EAGLE3)
         yield DecodingSetting("eqspec", batch_size, first, DRAFT_MODEL)
+        yield DecodingSetting(PLAIN_WAITING, batch_size)
     for batch_size in sizes.prompts:
         yield DecodingSetting("exspec", batch_size, first, DRAFT_MODEL)
         for acceptance in others:

@@ -7,6 +7,7 @@ sequence. The target's own choice at each row decides how many are accepted. Rej
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import wraps
 from time import perf_counter
 from typing import Concatenate, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ import torch
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.following import can_be_followed
 from specdec_fast.engine.forced_drafts import (
     completed,
     forced_tokens,
@@ -39,6 +41,7 @@ from specdec_fast.engine.step import (
     step_error,
 )
 from specdec_fast.errors import EngineBusyError, KVCacheAllocationError
+from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
@@ -195,7 +198,8 @@ class EngineCore:
         After an exception the caller must call ``drop_failed`` or ``cancel_all``.
 
         On a GPU the core launches the next step before this one returns, so the device computes while the caller
-        handles the tokens. On a CPU launches are synchronous, so the core launches nothing early.
+        handles the tokens; a plain step even before the tokens of this one are read (``engine/following.py``). On a CPU
+        launches are synchronous, so the core launches nothing early.
 
         A step that runs out of memory is repeated with fewer rows: fewer sequences, draft tokens, or prompt tokens. A
         sequence for which one row is too much ends with a RequestMemoryError.
@@ -218,8 +222,12 @@ class EngineCore:
             return []
         step = self._launched or self._launch_next()
         self._launched = None
-        outputs = [] if step is None else self._outputs_of(step)
         may_launch = step is not None and self._overlap
+        if step is not None and may_launch and self._can_be_followed(step):
+            outputs = self._outputs_of_followed(step)
+        else:
+            outputs = [] if step is None else self._outputs_of(step)
+        may_launch = may_launch and self._launched is None and self._launch_error is None
         del step  # it keeps the logits of its rows, and the next launch allocates
         while self.ended:
             alone = self.ended.pop()
@@ -363,6 +371,50 @@ class EngineCore:
         self._leave([s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests])
         return outputs
 
+    def _can_be_followed(self, step: Step) -> bool:
+        """Return whether the next step is one of the same sequences, all decoded plainly, and pages are free for it."""
+        if self.length_policy.max_draft_tokens or self._row_limit.most is not None or self._prefilling.sequences:
+            return False
+        if len(step.batch) < len(self.resident) or not can_be_followed(step, self._requests):
+            return False
+        if self._residents.may_admit() or not self._residents.have_room(step.batch, ahead=1):
+            return False
+        return len(self.scheduler.plan(self.resident)) == len(step.batch)
+
+    def _outputs_of_followed(self, step: Step) -> list[StepOutput]:
+        """Launch the step after a plain one, then finish that one; the launched step has the token that it chose."""
+        batch = step.batch
+        lengths = [sequence.length for sequence in batch]
+        next_tokens = step.verification.next_tokens
+        step = replace(step, verification=step.verification.on_its_way())
+        following = failure = None
+        if next_tokens is not None:
+            started = perf_counter()
+            try:
+                with torch.inference_mode(), self.stats.timer("verify"):
+                    draft = (step.draft.token_ids, step.draft.num_draft_tokens, None, next_tokens)
+                    verification = self.target.verify_step(self._pools.pool(), batch, *draft)
+                following = replace(step, verification=verification, started=started, drafted=started)
+            except Exception as error:
+                failure = error
+        outputs = self._outputs_of(step)
+        if failure is not None:
+            self._recover_launch(failure)
+        resident = set(self.resident)
+        goes_on = [s.length == length + 1 for s, length in zip(batch, lengths, strict=True) if s in resident]
+        if goes_on and all(goes_on):  # else all have ended, or the step failed and its tokens are chosen again
+            self._launched = following
+        return outputs
+
+    def _recover_launch(self, error: Exception) -> None:
+        """Recover from a failed launch of a following step, or let the next call raise the error."""
+        self._in_step = [sequence for sequence in self._in_step if sequence in self.resident]
+        try:
+            if self._in_step or not is_out_of_memory(error):
+                self._prepare_retry(error)
+        except Exception as reason:
+            self._launch_error = reason
+
     @torch.inference_mode()
     def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
         """Accept and commit the tokens of a launched step; return the tokens that each sequence emitted."""
@@ -380,7 +432,7 @@ class EngineCore:
             return []
         with timer("commit"):
             emitted = commit_emissions(step, outcome.emissions, rows, scores, self._requests)
-            self.prefixes.keep(self._pools.pool(), batch)
+            self.prefixes.keep(self._pools.pool(), [sequence for sequence, _ in emitted])
             lost = commit_to_drafter(self.drafter, step, rows, emitted, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)

@@ -266,6 +266,18 @@ class Residents:
             insort(self.resident, sequence, key=lambda each: each.turn)
             places -= 1
 
+    def may_admit(self) -> bool:
+        """Return whether ``admit`` would admit a sequence now."""
+        num_resident = len(self.resident)
+        most = self._scheduler.checked_max_resident()
+        places = min(self._scheduler.checked_num_to_admit(num_resident), most - num_resident)
+        return bool(self.waiting) and places > 0 and self._has_room(self.waiting[0])
+
+    def have_room(self, batch: list[Sequence], ahead: int) -> bool:
+        """Return whether there are pages for so many tokens more of each sequence, without preempting one."""
+        pool = self._pools.pool()
+        return sum(pool.num_missing(s, s.length + ahead) for s in batch) <= self._num_free(pool)
+
     def make_room(self, batch: list[Sequence], limits: list[int], may_branch: bool = True) -> Room:
         """Allocate the pages that a step needs, and preempt the last resident sequences if too few are free.
 

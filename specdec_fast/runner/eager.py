@@ -126,7 +126,9 @@ class EagerRunner:
 
 
 def _interleaved(plan: StepPlan, vocab_size: int) -> Tensor:
-    """Return each sequence's last committed token followed by its draft tokens: ``[T]`` ids on the drafts' device."""
+    """Return each sequence's last token followed by its draft tokens: ``[T]`` ids on the drafts' device."""
+    if plan.unread is not None:
+        return plan.unread.clamp(0, vocab_size - 1)  # after NaN logits none was chosen
     first = to_device(plan.last_tokens, plan.draft_tokens.device)
     # Ids outside the vocabulary are clamped: they are rejected anyway, but would index past the embedding.
     drafted = plan.draft_tokens.clamp(0, vocab_size - 1)

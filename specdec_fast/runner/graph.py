@@ -46,9 +46,8 @@ class GraphRunner(EagerRunner):
         started = perf_counter()
         layout = lay_out_on_host(pool, plan.rows)
         columns = plan.sampling_columns()
-        found = self._graphs.verify(
-            layout, plan.last_tokens, plan.draft_tokens, columns, pool, plan.hidden_states, plan.trees
-        )
+        last = plan.last_tokens if plan.unread is None else plan.unread
+        found = self._graphs.verify(layout, last, plan.draft_tokens, columns, pool, plan.hidden_states, plan.trees)
         if found is None:
             take_back(pool, layout)
             return super().verify(pool, plan)

@@ -245,6 +245,7 @@ class RaggedModel:
         draft_tokens: Tensor,
         num_draft_tokens: list[int],
         parents: Tensor | None = None,
+        unread: Tensor | None = None,
     ) -> Verification:
         """Compute logits at every sequence's last committed token and its draft tokens, and verify the draft tokens.
 
@@ -256,6 +257,8 @@ class RaggedModel:
             draft_tokens: ``[sum(num_draft_tokens)]`` int64 on any device, sequence after sequence.
             num_draft_tokens: number of draft tokens per sequence; 0 is allowed.
             parents: see ``Draft.parents``; None for chains. A model that verifies no trees raises NotYetSupportedError.
+            unread: ``Verification.next_tokens`` of these sequences' last step, which the host has not read: each
+                sequence has one row, that of this token. None: the sequences have the tokens of their last step.
 
         """
         self.verifies.set()
@@ -264,7 +267,8 @@ class RaggedModel:
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
         hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(sequences))
-        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states, self.vocab_size)
+        drafts = (draft_tokens, num_draft_tokens, parents)
+        plan = StepPlan(sequences, *drafts, hidden_states, self.vocab_size, unread)
         return self._runner.verify(pool, plan)
 
     def why_no_trees(self) -> str | None:

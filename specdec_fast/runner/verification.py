@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_columns, sampling_of
-from specdec_fast.device_copy import Joined, to_host
+from specdec_fast.device_copy import HostCopy, Joined, to_host
 from specdec_fast.errors import RequestError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.mask_rows import MaskRows, mask_rows, read_by_masks
@@ -31,12 +31,20 @@ class StepPlan:
     parents: Tensor | None  # see Draft.parents, on the host; None: chains
     hidden_states: Tensor | None  # memory for the taps of every row, [T, taps, H]; None: they are not wanted
     vocab_size: int  # width of the model's logits
+    # [B] int64 on the model's device: the tokens that the step before has chosen, which the host has not read, so the
+    # sequences do not have them yet. None: the rows begin with the last committed tokens.
+    unread: Tensor | None = None
+
+    @property
+    def ahead(self) -> int:
+        """The number of tokens that a sequence lacks before its first row."""
+        return 0 if self.unread is None else 1
 
     @cached_property
     def rows(self) -> list[Rows]:
         """The span of each sequence."""
         drafts = zip(self.sequences, self.num_draft_tokens, strict=True)
-        return [Rows(s, s.target_kv_length, count + 1, count) for s, count in drafts]
+        return [Rows(s, s.target_kv_length + self.ahead, count + 1, count) for s, count in drafts]
 
     @cached_property
     def counts(self) -> list[int]:
@@ -83,7 +91,7 @@ class StepPlan:
     def sampling(self) -> Sampling | None:
         """Return how the sequences choose, on the model's device; None: all greedily."""
         allowed = None if self.masks is None else self.masks.words
-        return sampling_of(self.sequences, self.draft_tokens.device, allowed=allowed)
+        return sampling_of(self.sequences, self.draft_tokens.device, self.ahead, allowed)
 
     @property
     def failures(self) -> dict[int, RequestError]:
@@ -92,7 +100,8 @@ class StepPlan:
 
     def sampling_columns(self) -> dict[str, np.ndarray]:
         """Return how sequences without ``edits_logits`` choose, on the host; empty: all greedily."""
-        return sampling_columns(self.sequences) if any(sequence.samples for sequence in self.sequences) else {}
+        samples = any(sequence.samples for sequence in self.sequences)
+        return sampling_columns(self.sequences, self.ahead) if samples else {}
 
 
 class Outcome(NamedTuple):
@@ -134,7 +143,8 @@ class Verification:
         counts: rows of each of ``B`` sequences, its draft tokens plus one; ``T`` in all.
         logits: ``[T, vocab_size]``, the target's.
         results: what ``verify_chain`` found, target's tokens ``[T]``, accepted draft tokens ``[B]`` and next tokens
-            ``[B]``, for trees also the accepted rows ``[T]``; for chains as a graph joined them; or the outcome itself.
+            ``[B]``, for trees also the accepted rows ``[T]``; as a graph joined them; the same on their way to the
+            host; or the outcome itself.
         forward_seconds: of the forward alone, on the host's clock.
         accept_seconds: of choosing and accepting, as far as it is done already.
         hidden_states: ``[T, taps, H]``, the target's; None without taps.
@@ -144,11 +154,26 @@ class Verification:
 
     counts: list[int]
     logits: Tensor
-    results: Many[Tensor] | Joined | Outcome
+    results: Many[Tensor] | Joined | HostCopy | Outcome
     forward_seconds: float
     accept_seconds: float
     hidden_states: Tensor | None = None
     failures: Mapping[int, RequestError] = field(default_factory=dict)
+
+    @property
+    def next_tokens(self) -> Tensor | None:
+        """The next tokens ``[B]`` int64 on the model's device, in memory of their own; None if the host has them."""
+        if isinstance(self.results, (HostCopy, Outcome)):
+            return None
+        if isinstance(self.results, Joined):
+            return self.results.values[self.results.parts[2]].clone()
+        return self.results[2].long().clone()
+
+    def on_its_way(self) -> Verification:
+        """Return it with results whose copy to the host has begun: ``outcome`` will wait for nothing launched later."""
+        if isinstance(self.results, (HostCopy, Outcome)):
+            return self
+        return replace(self, results=HostCopy(self.results))
 
     def outcome(self) -> Outcome:
         """Return what was accepted."""

@@ -136,7 +136,7 @@ class Graphs(GraphStore):
     def verify(
         self,
         layout: HostLayout,
-        last: list[int],
+        last: list[int] | Tensor,
         draft_tokens: Tensor,
         sampling: Mapping[str, np.ndarray],
         pool: PagePool,
@@ -147,7 +147,7 @@ class Graphs(GraphStore):
 
         Args:
             layout: of ``T`` rows of ``B`` sequences.
-            last: the last committed token of each sequence.
+            last: the last token of each sequence. A tensor ``[B]`` int64 on the device: no row has a draft token.
             draft_tokens: ``[T - B]`` int64 on the device, sequence after sequence.
             sampling: of ``sampling_columns``; empty: all sequences are greedy.
             pool: the pages.
@@ -163,9 +163,11 @@ class Graphs(GraphStore):
         if (bucket := self._bucket(size_of(layout), pool, has_trees=has_trees)) is None:
             return None
 
+        on_host, on_device = (None, last) if isinstance(last, Tensor) else (last, draft_tokens)
+
         def fill(inputs: Inputs) -> None:
-            inputs.send(layout, last, sampling, is_verified=True, trees=trees)
-            inputs.drafted[: len(draft_tokens)].copy_(draft_tokens)
+            inputs.send(layout, on_host, sampling, is_verified=True, trees=trees)
+            inputs.drafted[: len(on_device)].copy_(on_device)
 
         kind = _Kind(bucket, "verify", 1, 0, bool(sampling), hidden_states is not None, has_trees)
         graph = self._graph_of(kind, pool, hidden_states, fill)

@@ -209,7 +209,7 @@ class Inputs:
     def send(
         self,
         layout: HostLayout,
-        token_ids: list[int],
+        token_ids: list[int] | None,
         sampling: Mapping[str, np.ndarray],
         is_verified: bool,
         trees: TreeRows | None = None,
@@ -218,7 +218,8 @@ class Inputs:
 
         Args:
             layout: of the (first) forward.
-            token_ids: of its rows; if they are verified, of the first row of each sequence.
+            token_ids: of its rows; if they are verified, of the first row of each sequence. None: all of them, one for
+                each sequence, come in ``drafted``.
             sampling: columns of ``sampling_columns``; empty: the graph chooses greedily and does not read any.
             is_verified: whether the other rows are draft tokens, which come in ``drafted``.
             trees: the shape of the rows, if they are trees.
@@ -229,7 +230,10 @@ class Inputs:
         num_rows = len(layout.positions)
         batch_size = len(layout.end)
         padding = _padding(self._bucket, num_rows, batch_size, self._page_size)
-        if is_verified:
+        if token_ids is None:
+            arrays["draft_index"][:num_rows] = np.arange(num_rows)
+            arrays["draft_index"][num_rows:] = -1
+        elif is_verified:
             arrays["token_ids"][counts.cu_seqlens[:-1]] = token_ids
             arrays["draft_index"][:num_rows] = counts.draft_index
             arrays["draft_index"][num_rows:] = -1
