@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -26,20 +27,41 @@ from specdec_fast.runner.loading import load_sharded
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the comparison: number of prompts, new tokens of each, and K."""
+    """The sizes of the comparison.
+
+    Attributes:
+        num_prompts: number of bundled prompts, from the first on.
+        new_tokens: new tokens per prompt.
+        num_draft_tokens: K.
+        engines: what each engine decodes by. Without a draft model, a GPU's engine overlaps steps in another way.
+
+    """
 
     num_prompts: int
     new_tokens: int
     num_draft_tokens: int
+    engines: tuple[tuple[str, ...], ...]
 
 
-FULL = Sizes(8, 48, 5)
-SMOKE = Sizes(2, 4, 3)
 NUM_RANKS = 2
 PLAIN, DRAFT_MODEL = "plain", "draft model"
-CASES = ((PLAIN, 1), (PLAIN, 4), (DRAFT_MODEL, 1), (DRAFT_MODEL, 4))  # and batch sizes; the first is the reference
+FULL = Sizes(8, 48, 5, ((PLAIN,), (DRAFT_MODEL,)))
+SMOKE = Sizes(2, 4, 3, ((PLAIN, DRAFT_MODEL),))  # starting ranks takes most of the time
+BATCH_SIZES = (1, 4)
 TEMPERATURES = (0.0, 1.0)
 _WARM_UPS = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to decode."""
+
+    name: str
+    batch_size: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"{self.name} at batch {self.batch_size}, temperature {self.temperature:g}"
 
 
 class OneGpuEngine(Engine):
@@ -53,31 +75,35 @@ def run(settings: Settings, progress: Progress) -> None:
     logging.disable_progress_bar()
     sizes = SMOKE if settings.smoke else FULL
     progress.note(prompts=sizes.num_prompts, new_tokens=sizes.new_tokens, ranks=NUM_RANKS)
-    progress.attempt(f"{NUM_RANKS} ranks", partial(_compare_all, settings, sizes, progress))
+    found: dict[float, Tokens] = {}  # of plain decoding at batch 1, by temperature
+    for names in sizes.engines:
+        what = f"{NUM_RANKS} ranks, {' and '.join(names)}"
+        progress.attempt(what, partial(_compare_all, settings, sizes, names, found, progress))
 
 
-def _compare_all(settings: Settings, sizes: Sizes, progress: Progress) -> None:
+def _compare_all(
+    settings: Settings, sizes: Sizes, names: tuple[str, ...], found: dict[float, Tokens], progress: Progress
+) -> None:
+    """Make an engine, and decode by ``names`` at all batch sizes and temperatures."""
     folder = demo_pair()
     lines = (folder / "prompts.jsonl").read_text().splitlines()[: sizes.num_prompts]
     prompts = [json.loads(line)["prompt"] for line in lines]
     started = perf_counter()
     with OneGpuEngine(
         str(folder / "target"),
-        str(folder / "draft"),
+        str(folder / "draft") if DRAFT_MODEL in names else None,
         tp_size=NUM_RANKS,
         device=settings.device,
         dtype="bfloat16",
         num_draft_tokens=sizes.num_draft_tokens,
-        max_batch_size=max(batch_size for _, batch_size in CASES),
+        max_batch_size=max(BATCH_SIZES),
     ) as engine:
         progress.note(start_seconds=perf_counter() - started, **_facts_of(engine))
-        for temperature in TEMPERATURES:
-            expected: Tokens = []
-            for name, batch_size in CASES:
-                what = f"{name} at batch {batch_size}, temperature {temperature:g}"
-                params = _params(sizes, temperature, None if name == DRAFT_MODEL else 0)
-                decode = partial(_decode, engine, prompts, params, batch_size)
-                progress.attempt(what, partial(_compare, decode, what, expected, progress))
+        for temperature, name, batch_size in product(TEMPERATURES, names, BATCH_SIZES):
+            params = _params(sizes, temperature, 0 if name == PLAIN else None)
+            decode = partial(_decode, engine, prompts, params, batch_size)
+            case = Case(name, batch_size, temperature)
+            progress.attempt(str(case), partial(_compare, decode, case, found, progress))
 
 
 def _facts_of(engine: Engine) -> dict[str, Any]:
@@ -122,22 +148,25 @@ def _decode(
 
 
 def _compare(
-    decode: Callable[[], tuple[Tokens, float, DecodingStats, int]], what: str, expected: Tokens, progress: Progress
+    decode: Callable[[], tuple[Tokens, float, DecodingStats, int]],
+    case: Case,
+    found: dict[float, Tokens],
+    progress: Progress,
 ) -> None:
-    """Decode, note a row, and fail if an output differs from plain decoding at batch 1, which ``expected`` receives.
+    """Decode, note a row, and fail if an output differs from plain decoding at batch 1, which ``found`` keeps.
 
     Raises:
         RuntimeError: plain decoding at batch 1 failed before.
 
     """
     tokens, speed, stats, draft_graphs = decode()
-    if what.startswith(f"{PLAIN} at batch 1,"):
-        expected += tokens
-    if not expected:
+    if (case.name, case.batch_size) == (PLAIN, 1):
+        found[case.temperature] = tokens
+    if case.temperature not in found:
         raise RuntimeError("there are no outputs of plain decoding at batch 1 to compare with")
-    equal = sum(own == wanted for own, wanted in zip(tokens, expected, strict=True))
+    equal = sum(own == wanted for own, wanted in zip(tokens, found[case.temperature], strict=True))
     progress.row(
-        what=what,
+        what=str(case),
         outputs=len(tokens),
         equal=equal,
         tokens_per_second=speed,
@@ -145,4 +174,6 @@ def _compare(
         draft_graphs=draft_graphs,
     )
     if equal < len(tokens):
-        progress.fail(what, f"{len(tokens) - equal} of {len(tokens)} outputs differ from plain decoding at batch 1")
+        progress.fail(
+            str(case), f"{len(tokens) - equal} of {len(tokens)} outputs differ from plain decoding at batch 1"
+        )

@@ -201,7 +201,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
         "equivalence": "float32",
         "programs": "float32",
         "drafters": "plain at batch 2, temperature 0",
-        "ranks": "2 ranks",
+        "ranks": "2 ranks, plain and draft model",
         "graphs": "plain step at batch 2",
         "graph_gates": "eqspec in float32",
         "decoding": "logits of a verification",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from itertools import product
 from time import monotonic
 
 import pytest
@@ -27,8 +29,8 @@ def test_two_ranks_emit_what_plain_decoding_at_batch_1_does(monkeypatch):
     assert (result["processes"], result["kv_heads_of_a_rank"]) == (2, 1)
     assert (result["exchange"], result["process_group"]) == ("GroupRanks", "cpu:gloo,cuda:gloo")
     assert "share no memory" in result["why_no_program"]
-    cases = [(name, batch_size, t) for t in ("0", "1") for name, batch_size in gpu_ranks.CASES]
-    assert [row["what"] for row in result["rows"]] == [f"{n} at batch {b}, temperature {t}" for n, b, t in cases]
+    cases = product(("0", "1"), ("plain", "draft model"), ("1", "4"))
+    assert [row["what"] for row in result["rows"]] == [f"{n} at batch {b}, temperature {t}" for t, n, b in cases]
     for row in result["rows"]:
         assert row["equal"] == row["outputs"] == gpu_ranks.SMOKE.num_prompts
         assert row["tokens_per_second"] > 0
@@ -36,7 +38,7 @@ def test_two_ranks_emit_what_plain_decoding_at_batch_1_does(monkeypatch):
 
 def compared(first, second):
     """Return the failures for outputs of plain decoding at batch 1, and at batch 4; None: decoding raises."""
-    progress, expected = Progress(monotonic() + 600, lambda result: None), []
+    progress, found = Progress(monotonic() + 600, lambda result: None), {}
 
     def decoded(tokens):
         if tokens is None:
@@ -44,9 +46,8 @@ def compared(first, second):
         return tokens, 1.0, DecodingStats(), 0
 
     for batch_size, tokens in ((1, first), (4, second)):
-        what = f"plain at batch {batch_size}, temperature 0"
-        check = lambda tokens=tokens, what=what: gpu_ranks._compare(lambda: decoded(tokens), what, expected, progress)  # noqa: E731
-        progress.attempt(what, check)
+        case = gpu_ranks.Case("plain", batch_size, 0.0)
+        progress.attempt(str(case), partial(gpu_ranks._compare, partial(decoded, tokens), case, found, progress))
     return {failure["what"]: failure["why"] for failure in progress.result["failures"]}
 
 
