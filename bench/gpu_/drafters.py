@@ -114,12 +114,14 @@ def _compare(
         raise RuntimeError("there are no outputs of plain decoding to compare with")
     equal = sum(own == wanted for own, wanted in zip(tokens, found[quantization], strict=True))
     stats, described = engine.last_run, engine.describe()["draft"]
+    target_graphs = 0 if engine.target.graphs is None else engine.target.graphs.num_captured
     progress.row(
         what=what,
         outputs=len(tokens),
         equal=equal,
         tokens_per_second=speed,
         mean_acceptance_length=stats.decoding.mean_acceptance_length,
+        target_graphs=target_graphs,
         draft_graphs=described.get("graphs_captured", 0),
         why_no_graphs=described.get("why_no_graphs"),
         draft_program=described.get("forward_program"),
@@ -127,8 +129,7 @@ def _compare(
         seconds_drafting=stats.timer.seconds.get("draft", 0.0),
         num_steps=stats.num_steps,
     )
-    has_graphs = engine.target.graphs is not None and engine.target.graphs.num_captured > 0
-    if name in CHAINS and has_graphs and not described["graphs_captured"]:
+    if name in CHAINS and target_graphs and not described["graphs_captured"]:
         progress.fail(what, f"no graph drafted chains: {described['why_no_graphs']}")
     if equal < len(tokens):
         progress.fail(what, f"{len(tokens) - equal} of {len(tokens)} outputs differ from plain decoding")
