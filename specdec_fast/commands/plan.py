@@ -46,13 +46,13 @@ from specdec_fast.planner.choice import (
     least_setting,
     read_acceptance,
 )
-from specdec_fast.planner.costs import ComputedTimes, Device, MeasuredTimes, StepTimes
+from specdec_fast.planner.costs import ComputedTimes, Device, Link, MeasuredTimes, StepTimes
 from specdec_fast.planner.loaded import loaded_memory
 from specdec_fast.request.detokenizer import load_tokenizer, same_vocabulary
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.speculation_length.step_costs import StepCosts
 
-_FIGURES = 1e-6, 1e9  # of a device: GB/s and TFLOP/s are within these
+_FIGURES = 1e-6, 1e9  # of a device: GB/s, TFLOP/s and microseconds are within these
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the device's memory, for --no-measure")
     parser.add_argument("--peak", type=float, metavar="TFLOP/s", help="of the device, for --no-measure")
+    parser.add_argument(
+        "--link-bandwidth", type=float, metavar="GB/s", help="that a rank of --tp-size receives, for --no-measure"
+    )
+    parser.add_argument(
+        "--link-latency", type=float, metavar="US", help="microseconds of an exchange of ranks, for --no-measure"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_fit_options(parser)
     add_tp_size(parser)
@@ -163,13 +169,9 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def _computed(
     args: argparse.Namespace, config: EngineConfig, traffic: Traffic, acceptance: Sequence[float]
 ) -> tuple[EngineMemory, StepTimes, int]:
-    least, most = _FIGURES
-    for name in ("bandwidth", "peak"):
-        if not least <= (getattr(args, name) or 0) <= most:  # NaN is not either
-            raise ConfigError(
-                f"--no-measure needs --bandwidth (GB/s) and --peak (TFLOP/s) of the device; --{name} is "
-                f"{getattr(args, name)}, expected a number from {least:g} to {most:g}."
-            )
+    _expect_figures(args, {"bandwidth": "GB/s", "peak": "TFLOP/s"}, "")
+    if config.tp_size > 1:
+        _expect_figures(args, {"link_bandwidth": "GB/s", "link_latency": "microseconds"}, " with --tp-size")
     dtype: Any = config.dtype
     tokenizer = draft_tokenizer(args)
     draft = checked_draft(args.draft, config, tokenizer)
@@ -190,8 +192,23 @@ def _computed(
     memory = estimated_memory(target, held, draft is not None, config.page_size)
     _expect_one(memory, args.memory, traffic)
     device = Device(args.bandwidth * 1e9, args.peak * 1e12)
+    link = None
+    if config.tp_size > 1:
+        link = Link(config.tp_size, args.link_bandwidth * 1e9, args.link_latency * 1e-6)
     context = traffic.prompt_tokens + traffic.new_tokens / 2
-    return memory, ComputedTimes(target, of_draft, device, context), MAX_PREFILL_ROWS
+    return memory, ComputedTimes(target, of_draft, device, context, link), MAX_PREFILL_ROWS
+
+
+def _expect_figures(args: argparse.Namespace, units: dict[str, str], condition: str) -> None:
+    least, most = _FIGURES
+    flags = {name: f"--{name.replace('_', '-')}" for name in units}
+    needed = " and ".join(f"{flags[name]} ({unit})" for name, unit in units.items())
+    for name, flag in flags.items():
+        if not least <= (getattr(args, name) or 0) <= most:  # NaN is not either
+            raise ConfigError(
+                f"--no-measure{condition} needs {needed} of the device; {flag} is {getattr(args, name)}, expected a "
+                f"number from {least:g} to {most:g}."
+            )
 
 
 def _measured(

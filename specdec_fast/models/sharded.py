@@ -11,7 +11,7 @@ import copy
 import importlib.util
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,8 @@ from specdec_fast.request.detokenizer import is_gguf
 
 # Styles of a plan that change nothing in a forward: they distribute gradients, or keep whole parameters.
 _LOCAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate")
+_CONCATENATED = ("colwise_gather_output", "colwise_rep")
+_COLUMNS = 256  # of a weight that are gathered at a time
 _connections: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()  # by process group
 
 
@@ -60,6 +62,16 @@ class ConcatenatedLinear(ExchangingModule):
         """The part of the weight that this rank has."""
         return self.part.weight
 
+    def whole(self) -> nn.Linear:
+        """Return the linear with the weights of all ranks, each of which must make this call."""
+        weight = _gathered(self.part.weight, self._ranks, self._widths)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if (bias := self.part.bias) is not None:
+            gathered = _gathered(bias[:, None], self._ranks, self._widths)[:, 0]
+            linear.bias = nn.Parameter(gathered, requires_grad=False)
+        return linear
+
     def forward(self, rows: Tensor) -> Tensor:
         """Compute ``[..., in_features]`` to ``[..., all outputs]``."""
         return rank_concatenate(self.part(rows), self._ranks, self._widths)
@@ -68,11 +80,16 @@ class ConcatenatedLinear(ExchangingModule):
 class SummedEmbedding(ExchangingModule):
     """An embedding of which every rank has some ids."""
 
-    def __init__(self, part: nn.Embedding, ranks: int, first: int) -> None:
+    def __init__(self, part: nn.Embedding, ranks: int, counts: list[int], first: int) -> None:
         super().__init__()
         self.weight = part.weight
         self._ranks = ranks
+        self._counts = counts
         self._first = first
+
+    def whole(self) -> nn.Embedding:
+        """Return the embedding with the rows of all ranks, each of which must make this call."""
+        return nn.Embedding.from_pretrained(_gathered(self.weight, self._ranks, self._counts))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up ``[...]`` ids: ``[..., H]``."""
@@ -90,6 +107,21 @@ class SummedExperts(ExchangingModule):
     def forward(self, *given: Any) -> Tensor:
         """Return the sum of the parts."""
         return rank_sum(self.part(*given), self._ranks)
+
+
+def _gathered(part: Tensor, ranks: int, counts: list[int]) -> Tensor:
+    """Return the ``[sum(counts), H]`` of which every rank has ``[counts[rank], H]``."""
+    whole = part.new_empty(sum(counts), part.shape[1])
+    for first in range(0, part.shape[1], _COLUMNS):
+        columns = slice(first, first + _COLUMNS)
+        whole[:, columns] = rank_concatenate(part[:, columns].T, ranks, counts).T
+    return whole
+
+
+def whole_end(model: Any, is_output: bool) -> Any:
+    """Return a model's output layer or its embedding; of a sharded one a whole copy, which every rank must make."""
+    layer = model.get_output_embeddings() if is_output else model.get_input_embeddings()
+    return layer.whole() if isinstance(layer, (ConcatenatedLinear, SummedEmbedding)) else layer
 
 
 def sharded_copy(model: PreTrainedModel, shares_weights: bool = True) -> tuple[PreTrainedModel, Ranks]:
@@ -160,6 +192,29 @@ def bytes_of_rank(model: PreTrainedModel, tp_size: int) -> int:
     return sum(sizes.values())
 
 
+class Exchanges(NamedTuple):
+    """What a rank exchanges with the others in a forward."""
+
+    num_exchanges: int  # of sums and concatenations
+    bytes_per_row: int  # that it sends in all of them, if the logits of every row are wanted
+
+
+def exchanges_of(model: PreTrainedModel, tp_size: int) -> Exchanges:
+    """Return the exchanges of a whole model that would be sharded so."""
+    widths = []
+    for name, style in _styles_of(model).items():
+        module: Any = model.get_submodule(name)
+        if style == "embedding_rowwise":
+            widths.append(module.embedding_dim)
+        elif style == "rowwise":
+            widths.append(module.out_features)
+        elif style == "moe_tp_experts":
+            widths.append(model.config.get_text_config(decoder=True).hidden_size)
+        elif style in _CONCATENATED:
+            widths.append(_parts(module.out_features, tp_size)[0])
+    return Exchanges(len(widths), sum(widths) * model.dtype.itemsize)
+
+
 def _no_plan(tp_size: int, models: str) -> NotYetSupportedError:
     return NotYetSupportedError(
         f"tp_size={tp_size}, but transformers has no tensor-parallel plan for {models}; leave it out."
@@ -170,7 +225,8 @@ def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[in
     if style in _LOCAL:
         return module
     if style == "embedding_rowwise" and type(module) is nn.Embedding:
-        return SummedEmbedding(module, number, sum(_parts(sizes[id(module.weight)], ranks.size)[: ranks.rank]))
+        counts = _parts(sizes[id(module.weight)], ranks.size)
+        return SummedEmbedding(module, number, counts, sum(counts[: ranks.rank]))
     if style == "moe_tp_experts" and not getattr(module, "has_bias", False):
         return SummedExperts(module, number)
     if type(module) is nn.Linear:
@@ -181,7 +237,7 @@ def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[in
         if style == "colwise":
             module.out_features = weight.shape[0]
             return module
-        if style in ("colwise_gather_output", "colwise_rep"):
+        if style in _CONCATENATED:
             module.out_features = weight.shape[0]
             return ConcatenatedLinear(module, number, _parts(sizes[id(weight)], ranks.size))
     raise NotYetSupportedError(

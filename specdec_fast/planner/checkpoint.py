@@ -19,7 +19,7 @@ from specdec_fast.models.probe import probe_of
 from specdec_fast.models.quantized_checkpoint import ModelCodes, fields_of_codes
 from specdec_fast.models.quantized_linears import PackedExperts, how_quantised, quantized_linears
 from specdec_fast.models.rounded_models import expect_whole_codes, tensors_after_rounding
-from specdec_fast.models.sharded import bytes_of_rank, expect_divisible_heads
+from specdec_fast.models.sharded import Exchanges, bytes_of_rank, exchanges_of, expect_divisible_heads
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.quantization.packed_weight import PackedWeight
@@ -41,6 +41,7 @@ class CheckpointSizes(NamedTuple):
     row_parameters: int  # parameters with which a row is multiplied; of experts, those that it chooses
     max_positions: int | None  # number of positions that the model has; None if its config has no limit
     states: tuple[StateShape, ...] = ()  # recurrent states of one sequence; exact
+    exchanges: Exchanges = Exchanges(0, 0)  # with the other ranks of a sharded model, in a forward
 
     def bytes_per_sequence(self, most_draft_tokens: int) -> int:
         """Return the bytes of the recurrent states of one sequence, with room for so many draft tokens."""
@@ -75,6 +76,7 @@ def checkpoint_sizes(
         _row_parameters(model, config) // tp_size,
         max_positions(config),
         layout.states,
+        exchanges_of(model, tp_size) if tp_size > 1 else Exchanges(0, 0),
     )
 
 

@@ -56,30 +56,51 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Link:
+    """Figures of the exchanges between the ranks of a sharded target."""
+
+    num_ranks: int
+    bandwidth: float  # bytes per second that a rank receives from the others
+    latency: float  # seconds of an exchange of few bytes
+
+
+@dataclass(frozen=True)
 class ComputedTimes:
-    """``max(bytes / bandwidth, operations / peak)`` for every forward: a lower bound of its time."""
+    """``max(bytes / bandwidth, operations / peak)`` for every forward, and exchanges between ranks: a lower bound."""
 
     target: CheckpointSizes  # sizes of the target
     draft: CheckpointSizes | None  # sizes of the draft model; None without one
     device: Device  # figures of the device
     context: float  # KV positions that a sequence has on average
+    link: Link | None = None  # figures of the exchanges; None: the target is not sharded
 
     def seconds(self, batch_size: int, num_draft_tokens: int) -> float:
         """Return the seconds of one verification and of the draft model's forwards, of one row per sequence each."""
-        verify = max(self._terms(self.target, batch_size * (1 + num_draft_tokens), batch_size))
+        num_rows = batch_size * (1 + num_draft_tokens)
+        verify = max(self._terms(self.target, num_rows, batch_size)) + self._exchanging(num_rows)
         if not num_draft_tokens or self.draft is None:
             return verify
         return verify + num_draft_tokens * max(self._terms(self.draft, batch_size, batch_size))
 
     def balance(self) -> float:
-        """Return R*, without KV entries."""
+        """Return R*, without KV entries and exchanges."""
         flops = _FLOPS_PER_PARAMETER * self.target.row_parameters
         return rows_at_balance(self.target.weights, flops, self.device.bandwidth, self.device.peak)
 
     def limit(self, num_rows: int) -> str:
-        """Return the larger of both terms."""
+        """Return the largest term."""
         reading, computing = self._terms(self.target, num_rows, 0)
+        if self._exchanging(num_rows) > max(reading, computing):
+            return "exchanges"
         return "reading weights" if reading >= computing else "arithmetic"
+
+    def _exchanging(self, num_rows: int) -> float:
+        """Return the seconds of the exchanges of a forward: every rank receives the numbers of all others."""
+        if self.link is None:
+            return 0.0
+        exchanges = self.target.exchanges
+        received = (self.link.num_ranks - 1) * num_rows * exchanges.bytes_per_row
+        return exchanges.num_exchanges * self.link.latency + received / self.link.bandwidth
 
     def _terms(self, sizes: CheckpointSizes, num_rows: int, num_sequences: int) -> tuple[float, float]:
         # A step reads the state of a sequence and writes one, together more than a slot without draft tokens has.

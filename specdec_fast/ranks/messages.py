@@ -81,6 +81,18 @@ class MoveEntries(NamedTuple):
     moves: list[np.ndarray]
 
 
+class UseTaps(NamedTuple):
+    """Compute hidden states for a drafter from now on; see ``RaggedModel.use_taps``."""
+
+    ids: tuple[int | str, ...]
+
+
+class GatherEnd(NamedTuple):
+    """Give rank 0 this rank's part of an end of the target; see ``whole_end``."""
+
+    is_output: bool
+
+
 class Restart(NamedTuple):
     """A forward has failed in some rank: forget its exchanges. Answered: None, or the failure of this rank."""
 

@@ -24,6 +24,7 @@ from specdec_fast.ranks.exchange import Ranks
 from specdec_fast.ranks.operations import forget
 
 START_SECONDS = 300.0  # that a process may take to import PyTorch and transformers, or to load after rank 0
+_CONNECT_TIMEOUT = timedelta(seconds=30)  # of one rank that waits for another one while all make the group
 _LOAD_TIMEOUT = timedelta(minutes=10)  # of one rank that waits for another one while weights are read
 _ANSWER_SECONDS = 60.0  # that a process may take for the rest of a forward, or to allocate pages
 _END_SECONDS = 2.0  # that a process may take to end by itself
@@ -177,7 +178,8 @@ def join_group(rank: int, num_ranks: int, folder: str, on_one_gpu: bool = False)
         backend = _ONLY_GLOO
     hook = sys.excepthook  # PyTorch replaces it by one that writes "[rank0]" before every line
     try:
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_LOAD_TIMEOUT)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_CONNECT_TIMEOUT)
+        distributed.distributed_c10d._set_pg_timeout(_LOAD_TIMEOUT)
     finally:
         sys.excepthook = hook
 

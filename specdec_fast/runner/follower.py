@@ -18,17 +18,20 @@ from transformers.utils import logging
 from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.kv_cache.accepted_paths import move_entries
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.models.sharded import whole_end
 from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import (
     ComputeForward,
     CopyPages,
     DropPools,
     Failure,
+    GatherEnd,
     Loaded,
     LoadTarget,
     MakePool,
     MoveEntries,
     Restart,
+    UseTaps,
     on_device,
     unpacked,
 )
@@ -88,6 +91,10 @@ class Follower:
         if isinstance(message, ComputeForward):
             batch = unpacked(message.batch, device)
             target.forward(batch, self._pools[message.pool], on_device(message.logit_rows, device))
+        elif isinstance(message, UseTaps):
+            target.use_taps(message.ids)
+        elif isinstance(message, GatherEnd):
+            whole_end(target.model, message.is_output)
         elif isinstance(message, MakePool):
             sizes = (message.num_tokens, message.page_size, message.row_padding)
             self._pools[message.pool] = PagePool(target.layout, *sizes)

@@ -8,6 +8,7 @@ entries passes through here: forwards, and what pools do with their memory. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -15,9 +16,10 @@ from weakref import WeakKeyDictionary, finalize
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.errors import RankError
+from specdec_fast.errors import RankError, SpecDecError
 from specdec_fast.kv_cache.layer_layout import PoolCopies
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.ranks.exchange import ABORTED
 from specdec_fast.ranks.messages import (
     ComputeForward,
     CopyPages,
@@ -65,10 +67,18 @@ class Leader(PoolCopies):
         logit_rows = given[0]
         rows = None if logit_rows is None else logit_rows.cpu().numpy()
         message = ComputeForward(self._numbers[pool], packed(batch), rows)
+        result: Tensor = self.together(message, partial(forward, batch, pool, *given))
+        return result
+
+    def together(self, message: Any, compute: Callable[[], Any]) -> Any:
+        """Return what ``compute`` returns; it exchanges numbers with the other ranks, which do what a message says.
+
+        Raises as ``compute`` does.
+        """
         try:
             self._send(message)
             with number_of_threads(self._num_threads):
-                return forward(batch, pool, *given)
+                return compute()
         except BaseException as error:
             failure = self._restarted(error)
             if failure is error:
@@ -98,7 +108,7 @@ class Leader(PoolCopies):
         self.workers.send(message)
 
     def _restarted(self, error: BaseException) -> BaseException:
-        """Let all ranks forget a forward that has failed in one of them; return the error to raise."""
+        """Let all ranks forget what has failed in one of them; return the error to raise."""
         ranks = self.workers.ranks
         if self.workers.failure is not None:
             return self.workers.failure
@@ -114,7 +124,9 @@ class Leader(PoolCopies):
         except RankError as ended:
             return ended
         ranks.native.restart()
+        is_own = isinstance(error, SpecDecError) and ABORTED not in str(error)  # of the model: the others raise it too
+        can_follow = isinstance(error, Exception) and not is_own
         for rank, failure in enumerate(answers, start=1):
-            if failure is not None and not failure.was_aborted and isinstance(error, Exception):
+            if can_follow and failure is not None and not failure.was_aborted:
                 return (MemoryError if failure.is_memory else RankError)(f"rank {rank} of the target: {failure.text}")
         return error

@@ -33,6 +33,7 @@ from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.program.executors import DeviceProgram, ForwardProgram, executor_for
 from specdec_fast.ranks.exchange import Ranks
+from specdec_fast.ranks.messages import UseTaps
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.cpp import CppRunner
 from specdec_fast.runner.drafting import choices_of
@@ -43,7 +44,7 @@ from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.graphs import Graphs
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.leader import Leader
-from specdec_fast.runner.reproduction import check_reproduces
+from specdec_fast.runner.reproduction import check_reproduces, check_reproduces_taps
 from specdec_fast.runner.verification import StepPlan, Verification
 
 MAX_PREFILL_ROWS = 2048  # bounds the activations of a forward, whatever the prompts
@@ -159,11 +160,22 @@ class RaggedModel:
         """Whether other processes must make the same calls: it is sharded over processes that its caller started."""
         return self.is_sharded and self.leader is None
 
-    def lead(self, leader: Leader) -> None:
-        """From now on let other processes compute what this one does."""
+    def lead(self, leader: Leader | None) -> None:
+        """From now on let other processes compute what this one does; None: they do so by themselves."""
         self.leader = leader
         self.layout = self.hf.layout = replace(self.layout, copies=leader)
         self._runner = self._chosen_runner()
+
+    def in_all_ranks(self, message: Any, compute: Callable[[], Any]) -> Any:
+        """Return what ``compute`` returns, which is more than a forward; by ``message`` other processes do the same."""
+        leader = self.leader
+        if leader is None:
+            return compute()
+        self.lead(None)  # each computes its own forwards on pools of its own meanwhile
+        try:
+            return leader.together(message, compute)
+        finally:
+            self.lead(leader)
 
     @property
     def row_padding(self) -> RowPadding:
@@ -380,8 +392,10 @@ class RaggedModel:
 
         """
         ids = checked_taps(taps, self.hf.num_layers)
-        if not ids and self.hf.taps is None:
-            return
+        if ids or self.hf.taps is not None:
+            self.in_all_ranks(UseTaps(ids), partial(self._use_taps, ids))
+
+    def _use_taps(self, ids: tuple[int | str, ...]) -> None:
         with named_failures(self.model):
             self.hf.use_taps(ids)
             if self.has_program:
@@ -390,7 +404,9 @@ class RaggedModel:
                 except NotLowerableError as error:
                     raise UnsupportedModelError(f"the program of {self.name} has no taps {ids}: {error}") from error
             if ids:
-                self._check_hidden_states(ids)
+                probe = probe_of(self.vocab_size, self.layout.device)
+                reference = self.hf.forward if self._compares_every_row else None
+                check_reproduces_taps(self.hf, self.forward, self.page_size, probe, reference)
         self.release_memory()
 
     def release_memory(self) -> None:
@@ -430,22 +446,6 @@ class RaggedModel:
         """Compare the model's ragged logits with its dense ones; see ``check_reproduces``."""
         reference = self.hf.forward if self._compares_every_row else None
         check_reproduces(self.hf, self.forward, self.page_size, token_ids, expected, reference=reference)
-
-    def _check_hidden_states(self, taps: tuple[int | str, ...]) -> None:
-        """Compare the model's ragged taps with its dense ones; see ``check_reproduces``."""
-        probe = probe_of(self.vocab_size, self.layout.device)
-
-        def computed_by(forward: Callable[..., Tensor], batch: RaggedBatch, pool: PagePool) -> Tensor:
-            hidden_states = self.empty_hidden_states(len(batch.token_ids))
-            assert hidden_states is not None
-            forward(batch, pool, batch.last_rows, hidden_states)
-            return hidden_states
-
-        ragged = partial(computed_by, self.forward)
-        reference = partial(computed_by, self.hf.forward) if self._compares_every_row else None
-        expected = self.hf.dense_hidden_states(probe)
-        results = f"hidden states (taps {taps})"
-        check_reproduces(self.hf, ragged, self.page_size, probe, expected, results, reference)
 
     @property
     def _compares_every_row(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,6 +78,31 @@ def check_reproduces(
                     f"the program of {name} computes other {results} of a row than PyTorch (relative distance "
                     f"{distance:.1e}, bound {bound:.1e})."
                 )
+
+
+def check_reproduces_taps(
+    hf: HFModel,
+    forward: Callable[..., Tensor],
+    page_size: int,
+    token_ids: Tensor,
+    reference: Callable[..., Tensor] | None,
+) -> None:
+    """Compare a model's ragged hidden states with its dense ones; see ``check_reproduces``.
+
+    ``forward`` and ``reference`` take the arguments of ``RaggedModel.forward``.
+    """
+    taps = hf.taps
+    assert taps is not None, "use_taps has not been called"
+
+    def computed_by(forward: Callable[..., Tensor], batch: RaggedBatch, pool: PagePool) -> Tensor:
+        hidden_states = taps.empty(len(batch.token_ids), hf.layout.device)
+        forward(batch, pool, batch.last_rows, hidden_states)
+        return hidden_states
+
+    expected = hf.dense_hidden_states(token_ids)
+    results = f"hidden states (taps {taps.ids})"
+    compared = None if reference is None else partial(computed_by, reference)
+    check_reproduces(hf, partial(computed_by, forward), page_size, token_ids, expected, results, compared)
 
 
 def _effect_of_rounded_rows(hf: HFModel, token_ids: Tensor) -> float:

@@ -77,7 +77,7 @@ class OnlineUpdates:
         bandit: decides what is updated.
 
     Raises:
-        ConfigError: the engine has another drafter.
+        ConfigError: the engine has another drafter, or its target is sharded over processes.
     """
 
     def __init__(self, engine: Engine, settings: OnlineSettings | None = None) -> None:
@@ -85,6 +85,10 @@ class OnlineUpdates:
             raise ConfigError(
                 f"the engine drafts with {engine.drafter.name!r}; only SpecBlock drafters are updated: pass "
                 "draft='specblock:FOLDER' to the engine."
+            )
+        if engine.target.is_sharded:
+            raise ConfigError(
+                "the target is sharded over processes, and updates need whole weights; leave tp_size out."
             )
         self._engine = engine
         self._drafter = engine.drafter

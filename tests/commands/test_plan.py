@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
+from specdec_fast.assets import demo_pair
 from specdec_fast.cli import main
 from specdec_fast.commands import plan as plan_module
 from specdec_fast.commands.plan import parse_bytes
@@ -234,6 +235,19 @@ def test_curves_that_cannot_be_fitted_are_refused(capsys, tmp_path, text):
     for flags in ([], ["--json"]):
         assert main(["plan", "--fit", str(path), *flags]) == 2
         assert capsys.readouterr().err.startswith("specdec-fast plan: ")
+
+
+def test_a_plan_for_ranks_counts_their_exchanges(capsys):
+    assert "with --tp-size needs --link-bandwidth (GB/s) and --link-latency" in refused(capsys, *COMPUTED, tp_size=2)
+    slow, fast = (
+        planned(capsys, *COMPUTED, batch_sizes="1", tp_size=2, link_bandwidth=10, link_latency=latency)
+        for latency in (1000, 1)
+    )
+    num_layers = json.loads((demo_pair() / "target" / "config.json").read_text())["num_hidden_layers"]
+    exchanges = 2 * num_layers + 2  # the attention and the MLP of every layer, embedding and output layer
+    plain = [1 / each["batches"][0]["plain_tokens_per_second"] for each in (slow, fast)]
+    assert plain[0] - plain[1] == pytest.approx(exchanges * 999e-6)
+    assert slow["best"]["limit"] == "exchanges"
 
 
 def test_missing_arguments_are_refused(capsys):

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 import specdec_fast as sd
-from specdec_fast.drafters.shared.checkpoint.target import check_whole
 from specdec_fast.drafters.shared.checkpoint.weights import read_tensors
 from support.lazy_signs import negative_view
 
@@ -77,9 +76,3 @@ def test_code_does_not_run(tmp_path):
         read_tensors(tmp_path / "w.bin")
     shown = "".join(traceback.format_exception(raised.value))
     assert "weights_only` set to `False`" not in shown, "PyTorch's advice to run the code"
-
-
-def test_a_sharded_target_is_refused():
-    check_whole(SimpleNamespace(name="T", is_sharded=False))
-    with pytest.raises(sd.ConfigError, match="T is sharded over processes"):
-        check_whole(SimpleNamespace(name="T", is_sharded=True))

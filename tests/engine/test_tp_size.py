@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
@@ -22,49 +24,21 @@ from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.ranks.exchange import ABORTED
+from specdec_fast.ranks.messages import UseTaps
+from specdec_fast.ranks.workers import expect_no_group, join_group
 from specdec_fast.runner.follower import Follower
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.model_memory import bytes_of, weights_of
 from support.scripted_trees import RandomTrees
-from support.sharded import SIZES as SHARDED_SIZES
+from support.tp_size import PROMPTS, SIZES, engine_of, plainly, saved, together
 
-SIZES = SHARDED_SIZES | {"eos_token_id": None}
-PROMPTS = [[5, 9, 40, 7], [3] * 21, [60, 2, 8], [3] * 21 + [4, 4], list(range(30))]
-RULES = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "seed": 4}]
 ENDED_SECONDS = 30.0
-
-
-def params_of(index, **settings):
-    return sd.SamplingParams(max_new_tokens=13 + index, logprobs=True, **RULES[index % 3], **settings)
-
-
-def saved(folder, kind):
-    torch.manual_seed(0)
-    if kind == "experts":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=kind == "tied"))
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     pytest.importorskip("accelerate")  # transformers needs it for plans
     return saved(tmp_path_factory.mktemp("target"), "untied")
-
-
-def plainly(engine):
-    """Decode every prompt by itself, without drafts."""
-    outputs = [engine.generate([p], params_of(i, num_draft_tokens=0))[0] for i, p in enumerate(PROMPTS)]
-    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs]
-
-
-def together(engine, **settings):
-    params = [params_of(i, **settings) for i in range(len(PROMPTS))]
-    outputs = engine.generate(PROMPTS, params, progress=False)
-    return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs]
 
 
 def process_ids(engine):
@@ -96,21 +70,8 @@ def expect_bits_of_plain_decoding(engine):
     return expected
 
 
-def engine_of(folder, tp_size, num_draft_tokens=4, **settings):
-    return sd.Engine(
-        folder,
-        RandomTrees([]),
-        tp_size=tp_size,
-        num_draft_tokens=num_draft_tokens,
-        max_batch_size=3,
-        page_size=4,
-        prefix_cache=True,
-        **settings,
-    )
-
-
 def test_bits_depend_neither_on_the_batch_nor_on_k_and_an_interrupt_loses_nothing(folder, monkeypatch):
-    with engine_of(folder, 2) as engine:
+    with engine_of(folder, RandomTrees([])) as engine:
         assert engine.describe()["forward_program"]
         assert engine.target.layout.shapes[0].num_kv_heads * 2 == SIZES["num_key_value_heads"]
         expected = expect_bits_of_plain_decoding(engine)
@@ -165,27 +126,50 @@ def test_a_rank_that_ends_ends_all_requests_of_a_service(folder):
         PagePool(service.engine.target.layout, 512, 16)
 
 
+def noted(exchange, sent, rows, *given):
+    sent.append(rows.shape[-1] * rows.itemsize)
+    return exchange(rows, *given)
+
+
+def exchanges_of_a_row(engine, monkeypatch):
+    """Return how many exchanges rank 0 makes in a forward, and the bytes that it sends of every row."""
+    ranks = engine.target.leader.workers.ranks
+    sent = []
+    for name in ("sum", "concatenate"):
+        counting = partial(noted, getattr(ranks, name), sent)
+        monkeypatch.setattr(ranks, name, counting)
+    engine.generate([[1]], sd.SamplingParams(max_new_tokens=1), progress=False)
+    return len(sent), sum(sent)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize(
     ("kind", "tp_size", "settings"),
     [
         ("untied", 2, {"dtype": "bfloat16"}),
-        ("untied", 2, {"enforce_eager": True}),
+        ("tied", 2, {"enforce_eager": True}),
         ("tied", 4, {"num_draft_tokens": "auto"}),
-        ("experts", 2, {}),
+        ("experts", 2, {"enforce_eager": True}),
     ],
 )
-def test_other_models_and_numbers_of_ranks_have_equal_bits(kind, tp_size, settings, tmp_path):
+def test_other_models_and_numbers_of_ranks_have_equal_bits(kind, tp_size, settings, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
-    engine = engine_of(saved(tmp_path, kind), tp_size, **settings)
+    engine = engine_of(saved(tmp_path, kind), RandomTrees([]), tp_size, **settings)
     expect_bits_of_plain_decoding(engine)
     dtype = engine.target.layout.dtype
-    assert bytes_of(weights_of(engine.target.model)) == checkpoint_sizes(str(tmp_path), dtype, tp_size=tp_size).weights
+    sizes = checkpoint_sizes(str(tmp_path), dtype, tp_size=tp_size)
+    assert bytes_of(weights_of(engine.target.model)) == sizes.weights
+    if not engine.target.has_program:
+        assert exchanges_of_a_row(engine, monkeypatch) == sizes.exchanges
     others = process_ids(engine)
     assert len(others) == tp_size - 1
     del engine
     gc.collect()
     assert all(has_ended(other) for other in others)
+
+
+def aborted(*_):
+    raise RuntimeError(ABORTED)
 
 
 class InThisProcess:
@@ -221,9 +205,6 @@ def test_a_forward_that_fails_in_another_rank_raises_in_rank_0(monkeypatch, erro
     def fail(*_):
         raise error
 
-    def aborted(*_):
-        raise RuntimeError(ABORTED)
-
     cpu = torch.device("cpu")
     pool = PagePool(KVLayout.uniform(1, 1, 1, torch.float32, cpu), 4, 4)
     batch = batch_without_pages(torch.zeros(2, dtype=torch.int64, device=cpu))
@@ -255,6 +236,28 @@ def test_ranks_end_when_the_process_of_the_engine_is_killed(folder):
         assert is_alive(other)
         process.kill()
     assert has_ended(other)
+
+
+def test_an_error_of_the_model_in_all_ranks_is_that_of_rank_0(monkeypatch):
+    def fail(*_):
+        raise sd.UnsupportedModelError("no such layers")
+
+    follower = Follower(rank=1, num_ranks=2)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(follower, "_target", SimpleNamespace(layout=SimpleNamespace(device=cpu), use_taps=fail))
+    leader = Leader(InThisProcess(follower), num_threads=1)
+    with pytest.raises(sd.UnsupportedModelError, match=r"^no such layers"):
+        leader.together(UseTaps((1,)), fail)
+    with pytest.raises(sd.RankError, match="rank 1 of the target: UnsupportedModelError: no such layers"):
+        leader.together(UseTaps((1,)), aborted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL connects later")
+def test_ranks_that_connect_wait_shortly_for_one_that_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec_fast.ranks.workers._CONNECT_TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        join_group(0, 2, str(tmp_path))
+    expect_no_group()
 
 
 class TestRefusals:

@@ -52,6 +52,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_k(of_pair):
     expected = whole.generate(sharded.PROMPTS, sharded.PARAMS, progress=False)
     for way in WAYS[:2]:
         assert [tokens for tokens, _ in of_pair[way]["alone"]] == [output.token_ids for output in expected]
+    assert of_pair["eagle3"] == of_pair[WAYS[2]]["alone"]
     assert of_pair["local_rows"] * 2 == whole.target.model.model.layers[0].self_attn.q_proj.weight.shape[0]
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.kv_cache.state_pool import StateShape
+from specdec_fast.models.sharded import Exchanges
 from specdec_fast.planner.budget import EngineMemory, Part
 from specdec_fast.planner.checkpoint import CheckpointSizes
 from specdec_fast.planner.choice import Traffic, choose, expected_tokens, read_acceptance
-from specdec_fast.planner.costs import ComputedTimes, Device, MeasuredTimes
+from specdec_fast.planner.costs import ComputedTimes, Device, Link, MeasuredTimes
 from specdec_fast.planner.scylla import rows_at_balance
 from specdec_fast.speculation_length.step_costs import StepCosts
 
@@ -104,6 +105,17 @@ def test_computed_times_are_the_larger_term():
     assert times().balance() == balance == pytest.approx(150)
     assert times().limit(int(balance)) == "reading weights"
     assert times().limit(int(balance) + 1) == "arithmetic"
+
+
+def test_computed_times_have_the_exchanges_of_ranks():
+    """Every rank receives the numbers of three others: a row's bytes for every row, and a latency for each exchange."""
+    sharded = ComputedTimes(TARGET._replace(exchanges=Exchanges(65, 10**6)), DRAFT, GPU, 128, Link(4, 50e9, 20e-6))
+    for size, drafts in ((1, 0), (8, 3)):
+        expected = 65 * 20e-6 + 3 * size * (1 + drafts) * 10**6 / 50e9
+        assert sharded.seconds(size, drafts) - times().seconds(size, drafts) == pytest.approx(expected)
+    assert sharded.balance() == times().balance()
+    assert sharded.limit(1) == "reading weights"
+    assert sharded.limit(1000) == "exchanges"
 
 
 def test_measured_times_are_the_profile():

@@ -114,6 +114,8 @@ def main(folder: Path, source: str | None) -> None:
     if source is None:
         found["local_rows"] = model.model.layers[0].self_attn.q_proj.weight.to_local().shape[0]
         engine = sd.Engine(model, None)
+        drafter = f"eagle3:{demo_pair() / 'eagle3'}"
+        found["eagle3"] = decoded(sd.Engine(model, drafter, num_draft_tokens=4), PROMPTS, PARAMS)
         found["auto"] = error_of(lambda: sd.Engine(model, pair[1], num_draft_tokens="auto"))
         found["seed"] = error_of(lambda: engine.generate(PROMPTS, sd.SamplingParams(temperature=0.8)))
         found["service"] = error_of(lambda: sd.AsyncEngine(model, pair[1]))

@@ -10,6 +10,7 @@ from specdec_fast.drafters.shared.checkpoint.writing import trained_weights
 from specdec_fast.training.online import OnlineSettings, OnlineUpdates
 from specdec_fast.training.update_bandit import FULL, HEAD, SKIP
 from support.models import VOCAB_SIZE, tiny_model
+from support.sharded import take_for_sharded
 from support.specblock import write_checkpoint
 
 PROMPTS = [torch.randint(VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(5, 11)]
@@ -128,3 +129,10 @@ def test_weights_of_another_shape_are_refused(tmp_path, monkeypatch):
     weights = trained_weights(updates.module) | {"norm.weight": torch.ones(3)}
     with pytest.raises(sd.ConfigError, match=r"norm\.weight has the shape"):
         engine.drafter.replace_weights(weights)
+
+
+def test_a_sharded_target_is_refused(tmp_path, monkeypatch):
+    """Only rank 0 would run the copy of the target that teaches."""
+    take_for_sharded(monkeypatch)
+    with pytest.raises(sd.ConfigError, match="the target is sharded over processes, and updates need whole weights"):
+        make(tmp_path, monkeypatch, FULL)

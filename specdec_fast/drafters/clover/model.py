@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.clover.checkpoint import PREFIXES, CloverConfig, read_config, weight_table
-from specdec_fast.drafters.shared.checkpoint.target import check_target
+from specdec_fast.drafters.shared.checkpoint.target import check_target, output_layer_of
 from specdec_fast.drafters.shared.checkpoint.weights import placed
 from specdec_fast.drafters.shared.layers import (
     LayeredModel,
@@ -68,7 +68,7 @@ class CloverModel(LayeredModel):
         weights = placed(weights, self.layout.dtype, self.layout.device)
         self._block = LayerWeights(weights, 0, None, self._head_dim)
         self._heads = [_Head(weights, index, config.num_blocks) for index in range(config.num_heads)]
-        self._output = _output_layer(target.model)
+        self._output = _linear_of(target)
         num_gates = config.layer.num_attention_heads
         self._gates = (num_gates, self.hidden_size // num_gates)
 
@@ -132,13 +132,13 @@ def normalised(rows: Tensor) -> Tensor:
     return rms_norm(rows, rows.shape[-1:], eps=_TINY)
 
 
-def _output_layer(model: nn.Module) -> WeightAndBias:
+def _linear_of(target: RaggedModel) -> WeightAndBias:
     """Return the weights of a target's output layer, which all heads share; it must be a linear one of floats."""
-    layer = model.get_output_embeddings()  # type: ignore[operator]
+    layer = output_layer_of(target)
     if not isinstance(layer, nn.Linear) or not torch.is_floating_point(layer.weight):
         raise ConfigError(
-            f"the output layer of {type(model).__name__} is a {type(layer).__name__}; Clover's heads share a linear "
-            "layer of floating-point weights."
+            f"the output layer of {type(target.model).__name__} is a {type(layer).__name__}; Clover's heads share a "
+            "linear layer of floating-point weights."
         )
     bias = None if layer.bias is None else stored(layer.bias.detach())
     return stored(layer.weight.detach()).contiguous(), bias

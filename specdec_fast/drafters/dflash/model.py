@@ -15,7 +15,12 @@ from torch.nn.functional import embedding
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.dflash.checkpoint import DFlashConfig, read_config, weight_table
 from specdec_fast.drafters.dflash.heads import ConfidenceHead, MarkovHead
-from specdec_fast.drafters.shared.checkpoint.target import fitting_taps, weight_or_targets
+from specdec_fast.drafters.shared.checkpoint.target import (
+    embedding_weight,
+    fitting_taps,
+    output_layer_of,
+    weight_or_targets,
+)
 from specdec_fast.drafters.shared.checkpoint.weights import placed
 from specdec_fast.drafters.shared.layers import LayeredModel, LayerWeights, WeightAndBias, rotated
 from specdec_fast.errors import ConfigError
@@ -49,10 +54,9 @@ class DFlashModel(LayeredModel):
         self._fc = weights["fc.weight"]
         self._hidden_norm = weights["hidden_norm.weight"]
         self._norm = weights["norm.weight"]
-        embedding_of_target = target.model.get_input_embeddings()
-        self._embedding = weight_or_targets(config, weights, "embed_tokens", embedding_of_target)
-        output = target.model.get_output_embeddings()
-        bias = None if "lm_head.weight" in weights else getattr(output, "bias", None)
+        self._embedding = embedding_weight(config, weights, target)
+        output = None if "lm_head.weight" in weights else output_layer_of(target)
+        bias = getattr(output, "bias", None)
         head = weight_or_targets(config, weights, "lm_head", output)
         self._head: WeightAndBias = (head, None if bias is None else stored(bias.detach()))
         self.markov = MarkovHead(config.markov_head_type, weights, self._ops) if config.markov_rank else None

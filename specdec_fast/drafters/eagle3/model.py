@@ -14,7 +14,7 @@ from torch.nn.functional import embedding
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.eagle3.checkpoint import PREFIXES, Eagle3Config, read_config, weight_table
-from specdec_fast.drafters.shared.checkpoint.target import fitting_taps, weight_or_targets
+from specdec_fast.drafters.shared.checkpoint.target import embedding_weight, fitting_taps
 from specdec_fast.drafters.shared.checkpoint.weights import placed
 from specdec_fast.drafters.shared.layers import LayeredModel, LayerWeights
 from specdec_fast.kv_cache.layer_layout import KVLayout
@@ -44,8 +44,7 @@ class Eagle3Model(LayeredModel):
     ) -> None:
         super().__init__(config, weights, target, taps)
         weights = placed(weights, self.layout.dtype, self.layout.device)
-        embedding_of_target = target.model.get_input_embeddings()
-        self._embedding = weight_or_targets(config, weights, "embed_tokens", embedding_of_target)
+        self._embedding = embedding_weight(config, weights, target)
         self._fc = weights["fc.weight"]
         self._norm = weights["norm.weight"]
         self._head = weights["lm_head.weight"]

@@ -20,7 +20,6 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import DrafterContext, StepResult
 from specdec_fast.drafters.medusa.checkpoint import Head, MedusaWeights, read_heads
 from specdec_fast.drafters.shared.checkpoint.settings import Settings
-from specdec_fast.drafters.shared.checkpoint.target import check_whole
 from specdec_fast.drafters.shared.heads import HeadsDrafter, ranked_tokens
 from specdec_fast.drafters.shared.ranked import masked_logits
 from specdec_fast.errors import VocabularyMismatchError
@@ -50,7 +49,6 @@ class MedusaDrafter(HeadsDrafter):
     def __init__(self, context: DrafterContext, folder: str) -> None:
         self._folder = folder
         target = context.target
-        check_whole(target)
         weights = read_heads(Path(folder), target.hf.config.hidden_size)
         self._target_ids = _checked_ids(weights, target, folder)
         self._heads = tuple(_placed(head, target) for head in weights.heads)

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.drafters.mtp.checkpoint import MtpWeights
-from specdec_fast.drafters.shared.checkpoint.target import check_whole
+from specdec_fast.drafters.shared.checkpoint.target import embedding_of, output_layer_of
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.hidden_states import FINAL
@@ -51,7 +51,6 @@ class MtpModel:
     """
 
     def __init__(self, weights: MtpWeights, target: RaggedModel, page_size: int) -> None:
-        check_whole(target)
         _expect_full_attention(target)
         self._ops = target.ops
         model, norm = _one_layer(weights, target)
@@ -62,10 +61,10 @@ class MtpModel:
         projection = nn.Linear(2 * hidden_size, hidden_size, bias=False, device=like.device, dtype=like.dtype)
         _fill(projection, *weights.part("eh_proj.weight"))
         _fill(norm, *weights.part("norm.weight"))
-        embedding = _own_or(target.model.get_input_embeddings(), weights, "embed_tokens")
+        embedding = _own_or(embedding_of(target), weights, "embed_tokens")
         self._inputs = _Inputs(embedding, norms[0], norms[1], projection, weights.format.is_hidden_first)
         model.set_input_embeddings(self._inputs)
-        model.set_output_embeddings(_own_or(target.model.get_output_embeddings(), weights, "lm_head"))
+        model.set_output_embeddings(_own_or(output_layer_of(target), weights, "lm_head"))
         model.config.get_text_config(decoder=True).vocab_size = target.hf.config.vocab_size
         self.ragged = RaggedModel(model, target.ops, page_size, enforce_eager=True)
         self.ragged.use_taps((FINAL,))

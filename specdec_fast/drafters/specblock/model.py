@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, silu
 
 from specdec_fast.batch.ragged_batch import RaggedBatch
-from specdec_fast.drafters.shared.checkpoint.target import fitting_taps, weight_or_targets
+from specdec_fast.drafters.shared.checkpoint.target import embedding_weight, fitting_taps
 from specdec_fast.drafters.shared.checkpoint.weights import placed
 from specdec_fast.drafters.shared.layers import LayeredModel, LayerWeights, without_prefix
 from specdec_fast.drafters.specblock.checkpoint import NUM_FEATURES, SpecBlockConfig, read_config, weight_table
@@ -60,8 +60,7 @@ class SpecBlockModel(LayeredModel):
         hidden_size = self.hidden_size
         weights = placed(weights, self.layout.dtype, self.layout.device)
         first = without_prefix(weights, "input_layer.")
-        embedding_of_target = target.model.get_input_embeddings()
-        self._embedding = weight_or_targets(config, first, "embed_tokens", embedding_of_target)
+        self._embedding = embedding_weight(config, first, target)
         self._project = first["condition_proj.weight"]
         self._condition_norm = first["condition_norm.weight"]
         self._token_norm = first["token_norm.weight"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -166,9 +164,6 @@ def test_other_checkpoints_are_refused(tmp_path, target, model):
     write_heads(tmp_path / "vocabulary", named(random_heads(90, HIDDEN), "pt"), "pt")
     with pytest.raises(sd.VocabularyMismatchError, match=r"know 90 ids, target .* has 97"):
         load(target, tmp_path / "vocabulary")
-    sharded = SimpleNamespace(name="T", is_sharded=True)
-    with pytest.raises(sd.ConfigError, match="sharded over processes"):
-        load(sharded, tmp_path)
 
 
 def test_which_tree_is_drafted(tmp_path, target, model, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,10 +232,3 @@ def test_a_target_with_sliding_windows_is_refused(folder):
     target = RaggedModel(tiny_model("mistral-window"), OPS)
     with pytest.raises(sd.NotYetSupportedError, match="sliding windows, chunks or indexers in 3 of its 3 layers"):
         load(target, folder)
-
-
-def test_a_sharded_target_is_refused(folder, target):
-    sharded = SimpleNamespace(**vars(target), name="big", path=target.path)
-    sharded.is_sharded = True
-    with pytest.raises(sd.ConfigError, match="is sharded over processes"):
-        load(sharded, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,27 +10,34 @@ from torch import Tensor, nn
 from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.models.hidden_states import checked_taps, default_taps
+from specdec_fast.models.sharded import whole_end
 from specdec_fast.ops.checks import stored
+from specdec_fast.ranks.messages import GatherEnd
 from specdec_fast.runner.ragged_model import RaggedModel
 
 
-def check_whole(target: RaggedModel) -> None:
-    """Raise ``ConfigError`` if a target is sharded: its hidden states are not given to drafters then."""
-    if target.is_sharded:
-        raise ConfigError(
-            f"{target.name} is sharded over processes, which no drafter that reads its hidden states serves yet."
-        )
+def embedding_of(target: RaggedModel) -> Any:
+    """Return a target's embedding; of a sharded target a whole copy, of which the drafter counts the memory."""
+    return _end_of(target, is_output=False)
+
+
+def output_layer_of(target: RaggedModel) -> Any:
+    """Return a target's output layer; of a sharded target a whole copy."""
+    return _end_of(target, is_output=True)
+
+
+def _end_of(target: RaggedModel, is_output: bool) -> Any:
+    return target.in_all_ranks(GatherEnd(is_output), partial(whole_end, target.model, is_output))
 
 
 def check_target(config: LayerConfig, target: RaggedModel) -> None:
     """Check that a checkpoint was made for a target.
 
     Raises:
-        ConfigError, VocabularyMismatchError: it was made for another one, or the target is sharded.
+        ConfigError, VocabularyMismatchError: it was made for another one.
     """
     where = repr(str(config.folder))
     name = type(target.model).__name__
-    check_whole(target)
     if config.verifiers and name not in config.verifiers:
         raise ConfigError(f"{where} was made for {', '.join(config.verifiers)}; the target is a {name}.")
     if config.layer.vocab_size != target.vocab_size:
@@ -51,8 +59,7 @@ def fitting_taps(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int
     They are ``tap_layers``, those that the checkpoint names, or else the default ones of EAGLE-3.
 
     Raises:
-        ConfigError, VocabularyMismatchError: it was made for another target, or the target has no such taps, or is
-            sharded.
+        ConfigError, VocabularyMismatchError: it was made for another target, or the target has no such taps.
     """
     check_target(config, target)
     try:
@@ -61,6 +68,12 @@ def fitting_taps(config: LayerConfig, target: RaggedModel, tap_layers: tuple[int
     except SpecDecError as error:
         where = repr(str(config.folder))
         raise ConfigError(f"the taps of {where} do not fit {target.name}: {error} Pass tap_layers.") from error
+
+
+def embedding_weight(config: LayerConfig, weights: dict[str, Tensor], target: RaggedModel) -> Tensor:
+    """Return the embedding ``[vocab_size, H]`` of a checkpoint, or that of the target; see ``weight_or_targets``."""
+    layer = None if "embed_tokens.weight" in weights else embedding_of(target)
+    return weight_or_targets(config, weights, "embed_tokens", layer)
 
 
 def weight_or_targets(config: LayerConfig, weights: dict[str, Tensor], name: str, layer: nn.Module | None) -> Tensor:
