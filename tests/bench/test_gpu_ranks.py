@@ -66,6 +66,7 @@ def test_ranks_on_one_gpu_do_not_meet_nccl(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(distributed, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
     for on_one_gpu in (False, True):
         workers.join_group(1, 2, str(tmp_path), on_one_gpu)
     assert devices == [1, 0]
