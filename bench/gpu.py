@@ -40,6 +40,7 @@ from bench.gpu_ import kernel_pack
 from bench.gpu_ import kernels as gpu_kernels
 from bench.gpu_ import programs as gpu_programs
 from bench.gpu_ import quantized as gpu_quantized
+from bench.gpu_ import ranks as gpu_ranks
 from bench.gpu_ import timings as gpu_timings
 from bench.gpu_ import variants as gpu_variants
 from bench.gpu_.isolated_tasks import ROOT, Progress, Result, Settings, Task, inline, is_red, isolated, run_tasks
@@ -59,8 +60,9 @@ TASKS = (
     Task("equivalence", gpu_equivalence.run, 5, measures=False),
     Task("programs", gpu_programs.run, 5, measures=False),
     Task("drafters", gpu_drafters.run, 5, measures=False),
+    Task("ranks", gpu_ranks.run, 5, measures=False),
 )
-GATES_AT_ONCE = 5  # a GPU has room for all of them; each spends most of its time on a core of its own
+GATES_AT_ONCE = 6  # a GPU has room for all of them; each spends most of its time on a core of its own
 
 
 def environment(settings: Settings, progress: Progress) -> None:
@@ -133,6 +135,7 @@ def print_tables(results: dict[str, Result]) -> None:
         ("decoding", _decoding_lines, ("method", "batch", "drafter", "acceptance", *_DECODING_HEADER)),
         ("variants", _variant_lines, ("what", "variant", "us", "over default", "equal bits")),
         ("drafters", _drafter_lines, ("what", "tokens/s", "length", "ms drafting/step", "graphs", "equal")),
+        ("ranks", _rank_lines, ("what", "tokens/s", "length", "graphs of draft", "equal")),
     )
     for task, lines, header in tables:
         rows = list(lines(results.get(task, {"rows": []})))
@@ -177,6 +180,12 @@ def _drafter_lines(result: Result) -> Iterator[tuple[Any, ...]]:
     for row in result.get("rows", []):
         drafting = f"{1e3 * row['seconds_drafting'] / max(1, row['num_steps']):.2f}"
         speeds = (f"{row['tokens_per_second']:.1f}", f"{row['mean_acceptance_length']:.2f}", drafting)
+        yield row["what"], *speeds, row["draft_graphs"], f"{row['equal']} of {row['outputs']}"
+
+
+def _rank_lines(result: Result) -> Iterator[tuple[Any, ...]]:
+    for row in result.get("rows", []):
+        speeds = (f"{row['tokens_per_second']:.1f}", f"{row['mean_acceptance_length']:.2f}")
         yield row["what"], *speeds, row["draft_graphs"], f"{row['equal']} of {row['outputs']}"
 
 

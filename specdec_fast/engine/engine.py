@@ -84,6 +84,8 @@ class Engine:
         RankError: a process of ``tp_size`` has failed or ended. Calls raise it too, when a process has ended.
     """
 
+    _load_sharded = staticmethod(load_sharded)  # a check on one GPU replaces it
+
     def __init__(
         self,
         target: str | PathLike[str] | PreTrainedModel,
@@ -101,7 +103,7 @@ class Engine:
         draft = checked_draft(draft, self.config, draft_tokenizer)
         draft = affordable_draft(target, draft, self.config)
         most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
-        load = load_target if self.config.tp_size == 1 else load_sharded
+        load = load_target if self.config.tp_size == 1 else self._load_sharded
         self.target = load(target, self.config, most_draft_tokens)
         self._ops = self.target.ops
         self._expect_same_steps()

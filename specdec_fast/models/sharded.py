@@ -269,8 +269,10 @@ def expect_divisible_heads(config: PretrainedConfig, size: int) -> None:
             )
 
 
-def expect_shardable(source: Any, config: EngineConfig) -> None:
+def expect_shardable(source: Any, config: EngineConfig, on_one_gpu: bool = False) -> None:
     """Check, before processes are started for ``config.tp_size``, what is known of the target without loading it.
+
+    ``on_one_gpu``: whether the processes share a GPU.
 
     Raises:
         ConfigError: the target is loaded already, the device is another one than transformers would take, or there are
@@ -286,7 +288,7 @@ def expect_shardable(source: Any, config: EngineConfig) -> None:
         )
     if config.quantization is not None:
         raise NotYetSupportedError(f"{setting} does not serve quantization={config.quantization!r} yet; leave one out.")
-    _expect_devices(setting, config)
+    _expect_devices(setting, config, 1 if on_one_gpu else config.tp_size)
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f"{setting}: transformers needs accelerate to shard a model; pip install accelerate.")
     if is_gguf(os.fspath(source)):
@@ -302,7 +304,7 @@ def expect_shardable(source: Any, config: EngineConfig) -> None:
     expect_divisible_heads(of_model, config.tp_size)
 
 
-def _expect_devices(setting: str, config: EngineConfig) -> None:
+def _expect_devices(setting: str, config: EngineConfig, num_gpus: int) -> None:
     """Raise a ConfigError unless the ranks can take the devices that transformers chooses: first GPUs, or the CPU."""
     device: Any = config.device
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -311,5 +313,8 @@ def _expect_devices(setting: str, config: EngineConfig) -> None:
             f"{setting}, device={device}: processes take the first devices of kind {kind!r}, one each; leave device "
             "out, and let CUDA_VISIBLE_DEVICES name the GPUs."
         )
-    if kind == "cuda" and torch.cuda.device_count() < config.tp_size:
-        raise ConfigError(f"{setting}, but there are {torch.cuda.device_count()} GPUs; every process takes one.")
+    if kind == "cuda" and (found := torch.cuda.device_count()) < num_gpus:
+        raise ConfigError(
+            f"{setting}: every process takes a GPU of its own, and PyTorch sees {found}; leave tp_size out, or let "
+            f"CUDA_VISIBLE_DEVICES name {num_gpus} GPUs."
+        )

@@ -25,6 +25,7 @@ class LoadTarget(NamedTuple):
     most_draft_tokens: int
     num_threads: int
     folder: str  # in which the ranks find each other
+    on_one_gpu: bool
 
 
 class Loaded(NamedTuple):

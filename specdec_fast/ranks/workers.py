@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,8 @@ _CONNECT_TIMEOUT = timedelta(seconds=30)  # of one rank that waits for another o
 _LOAD_TIMEOUT = timedelta(minutes=10)  # of one rank that waits for another one while weights are read
 _ANSWER_SECONDS = 60.0  # that a process may take for the rest of a forward, or to allocate pages
 _END_SECONDS = 2.0  # that a process may take to end by itself
+_GPU_VARIABLE = "LOCAL_RANK"  # by which transformers chooses a GPU
+_ONLY_GLOO = "cpu:gloo,cuda:gloo"  # older PyTorch adds NCCL for a mesh of GPUs if the group is named "gloo"
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(*map(int, sys.argv[2:]))"
 )
@@ -39,6 +42,7 @@ class Workers:
         num_ranks: with this process.
         module: has ``main(rank, num_ranks, parent, descriptor)``, which a process calls: the process that started it,
             and its end of a pipe of ``multiprocessing``.
+        on_one_gpu: whether all of them take the first GPU; otherwise rank r takes GPU r.
 
     Attributes:
         processes: of the ranks, from 1 on.
@@ -47,8 +51,9 @@ class Workers:
 
     """
 
-    def __init__(self, num_ranks: int, module: str) -> None:
+    def __init__(self, num_ranks: int, module: str, on_one_gpu: bool = False) -> None:
         self.num_ranks = num_ranks
+        self.on_one_gpu = on_one_gpu
         self.ranks: Ranks | None = None
         self.failure: Exception | None = None
         self._owner = os.getpid()
@@ -68,7 +73,8 @@ class Workers:
         with there:
             numbers = map(str, (rank, self.num_ranks, os.getpid(), there.fileno()))
             command = [sys.executable, "-c", code, json.dumps(sys.path), *numbers]
-            environment = {**os.environ, "LOCAL_RANK": str(rank)}  # by which transformers chooses a GPU
+            gpu = 0 if self.on_one_gpu else rank
+            environment = {**os.environ, _GPU_VARIABLE: str(gpu)}
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[there.fileno()])
         self.processes.append(process)
         Thread(target=self._watch, args=(rank, process), name=f"specdec_fast-rank-{rank}", daemon=True).start()
@@ -157,19 +163,41 @@ class Workers:
             self.ranks = None
 
 
-def join_group(rank: int, num_ranks: int, folder: str) -> None:
-    """Make the default process group of the ranks, which find each other in a folder; every rank must call."""
+def join_group(rank: int, num_ranks: int, folder: str, on_one_gpu: bool = False) -> None:
+    """Make the default process group of the ranks, which find each other in a folder; every rank must call.
+
+    Ranks on GPUs exchange numbers by NCCL. It refuses two ranks on one GPU, so ``on_one_gpu`` they take Gloo, which
+    copies the numbers through the host.
+    """
     has_gpus = torch.cuda.is_available()
     if has_gpus:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0 if on_one_gpu else rank)
     store = distributed.FileStore(str(Path(folder, "store")), num_ranks)
     backend = "nccl" if has_gpus else "gloo"
+    if on_one_gpu:
+        backend = _ONLY_GLOO
     hook = sys.excepthook  # PyTorch replaces it by one that writes "[rank0]" before every line
     try:
         distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_CONNECT_TIMEOUT)
         distributed.distributed_c10d._set_pg_timeout(_LOAD_TIMEOUT)
     finally:
         sys.excepthook = hook
+
+
+@contextmanager
+def first_gpu() -> Iterator[None]:
+    """Let transformers take the first GPU in the process of rank 0: it reads the number of the GPU from LOCAL_RANK.
+
+    Old versions need the variable, and what has started this process may have set it for ranks of its own.
+    """
+    before = os.environ.get(_GPU_VARIABLE)
+    os.environ[_GPU_VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_GPU_VARIABLE]
+        if before is not None:
+            os.environ[_GPU_VARIABLE] = before
 
 
 def leave_group(ranks: Ranks | None) -> None:

@@ -57,7 +57,7 @@ class Follower:
         """Load the target; return how it runs, or what failed."""
         torch.set_num_threads(message.num_threads)
         try:
-            join_group(self._rank, self._num_ranks, message.folder)
+            join_group(self._rank, self._num_ranks, message.folder, message.on_one_gpu)
             self._target = load_target(message.source, message.config, message.most_draft_tokens, self._connect)
         except Exception as error:
             self._abort()

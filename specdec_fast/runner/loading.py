@@ -18,7 +18,7 @@ from specdec_fast.models.sharded import expect_shardable, sharded_copy
 from specdec_fast.ops import resolve
 from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
-from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, join_group, leave_group
+from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, first_gpu, join_group, leave_group
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.ragged_model import RaggedModel
@@ -66,21 +66,25 @@ def load_target(
     return target
 
 
-def load_sharded(source: str | PathLike[str], config: EngineConfig, most_draft_tokens: int) -> RaggedModel:
+def load_sharded(
+    source: str | PathLike[str], config: EngineConfig, most_draft_tokens: int, on_one_gpu: bool = False
+) -> RaggedModel:
     """Start the other ranks of ``config.tp_size``, and load the target in all of them; see ``load_target``.
 
+    ``on_one_gpu`` is for checks where there are fewer GPUs than ranks: see ``join_group``.
+
     Raises:
-        ConfigError: ``tp_size`` does not divide the heads, or this process has a process group.
+        ConfigError: ``tp_size`` does not divide the heads, there are too few GPUs, or this process has a process group.
         NotYetSupportedError: the target has no plan, or the config has settings that need whole weights.
         RankError: another rank has failed or ended.
 
     """
     expect_no_group()
-    expect_shardable(source, config)
+    expect_shardable(source, config, on_one_gpu)
     num_threads = torch.get_num_threads()
     if not torch.cuda.is_available():
         num_threads = max(1, num_threads // config.tp_size)
-    workers = Workers(config.tp_size, _FOLLOWER)
+    workers = Workers(config.tp_size, _FOLLOWER, on_one_gpu)
     try:
         target = _loaded(workers, fspath(source), config, most_draft_tokens, num_threads)
     except BaseException as error:
@@ -98,10 +102,10 @@ def _loaded(
 ) -> RaggedModel:
     workers.answers(START_SECONDS)  # all have imported what they need, and will not keep each other waiting
     plain = replace(config, num_draft_tokens=0)  # a policy of the caller's own might not be pickled
-    with tempfile.TemporaryDirectory() as folder, number_of_threads(num_threads):
-        workers.send(LoadTarget(source, plain, most_draft_tokens, num_threads, folder))
+    with tempfile.TemporaryDirectory() as folder, number_of_threads(num_threads), first_gpu():
+        workers.send(LoadTarget(source, plain, most_draft_tokens, num_threads, folder, workers.on_one_gpu))
         try:
-            join_group(0, workers.num_ranks, folder)
+            join_group(0, workers.num_ranks, folder, workers.on_one_gpu)
             target = load_target(source, config, most_draft_tokens, workers.connect)
         except Exception as error:
             workers.abort()  # the others may wait for this rank

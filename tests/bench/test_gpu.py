@@ -103,6 +103,12 @@ def test_drafters_are_compared_with_plain_decoding(smoke):
     assert all(row["equal"] == row["outputs"] > 0 for row in rows)
 
 
+def test_two_ranks_are_compared_with_plain_decoding(smoke):
+    found = smoke[1]["parts"]["ranks"]
+    assert found["processes"] == 2
+    assert all(row["equal"] == row["outputs"] > 0 for row in found["rows"])
+
+
 def test_decoding_measures_what_was_requested(smoke):
     found, sizes = smoke[1]["parts"]["decoding"], gpu_decoding.SMOKE
     assert found["logit_distance"] <= found["logit_distance_bound"]
@@ -195,12 +201,18 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
         "equivalence": "float32",
         "programs": "float32",
         "drafters": "plain at batch 2, temperature 0",
+        "ranks": "2 ranks, plain and draft model",
         "graphs": "plain step at batch 2",
         "graph_gates": "eqspec in float32",
         "decoding": "logits of a verification",
         "variants": "rows of linear 2048x48",
     }
     assert result["skipped"][0] == first[name]
+
+
+def test_gates_run_in_one_round():
+    """A second round would halve the time of each."""
+    assert sum(not task.measures for task in gpu.TASKS) <= gpu.GATES_AT_ONCE
 
 
 def test_numbers_that_json_lacks_are_strings(tmp_path):

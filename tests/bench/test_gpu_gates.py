@@ -11,6 +11,7 @@ import torch
 from bench.common import device as bench_device
 from bench.common.replay import ReplayDrafter
 from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import drafters as gpu_drafters
 from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import isolated_tasks
 from bench.gpu_ import kernels as gpu_kernels
@@ -26,6 +27,7 @@ from specdec_fast.ops.quantized_linear import quantized_linear
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.ops.verify_chain import verify_chain
 from specdec_fast.runner.graphs.capture import Captured
+from specdec_fast.runner.graphs.chains import ChainGraphs
 from support import repeated
 from support.gpu_check import METHODS, SMOKE, TASKS, main, result_of
 
@@ -339,3 +341,20 @@ def test_wrong_logits_of_a_verification_are_red(monkeypatch):
     ragged = gpu_decoding.ragged_logits
     monkeypatch.setattr(gpu_decoding, "ragged_logits", lambda *args: 1.01 * ragged(*args))
     assert [failure["what"] for failure in result_of("decoding")["failures"]] == ["logits of a verification"]
+
+
+def test_chains_of_mtp_layers_must_be_drafted_by_graphs(monkeypatch):
+    """Where the target has graphs, as on a GPU."""
+    repeated.graphs_for_cpu(monkeypatch)
+    monkeypatch.setattr(gpu_drafters, "TEMPERATURES", (1.0,))
+    few = {name: gpu_drafters.DRAFTERS[name] for name in (gpu_drafters.PLAIN, "mtp chain")}
+    monkeypatch.setattr(gpu_drafters, "DRAFTERS", few)
+    found = result_of("drafters")
+    assert found["failures"] == []
+    _, chain = found["rows"]
+    assert chain["equal"] == chain["outputs"] > 0
+    assert chain["draft_graphs"] > 0
+    monkeypatch.setattr(ChainGraphs, "has_loop", lambda *_: False)
+    (failure,) = result_of("drafters")["failures"]
+    assert failure["what"] == "mtp chain at batch 2, temperature 1"
+    assert failure["why"].startswith("no graph drafted chains")

@@ -292,6 +292,12 @@ class TestRefusals:
         with pytest.raises(error, match=rf"tp_size=2.*{name}="):
             sd.Engine(str(demo_pair() / "target"), None, tp_size=2, **settings)
 
+    def test_fewer_gpus_than_ranks(self, folder, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(sd.ConfigError, match="takes a GPU of its own, and PyTorch sees 1;"):
+            sd.Engine(folder, None, tp_size=2)
+
     def test_a_process_group_of_the_caller(self, folder):
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
