@@ -169,9 +169,9 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def _computed(
     args: argparse.Namespace, config: EngineConfig, traffic: Traffic, acceptance: Sequence[float]
 ) -> tuple[EngineMemory, StepTimes, int]:
-    _expect_figures(args, {"bandwidth": "GB/s", "peak": "TFLOP/s"}, "")
+    _expect_figures(args, {"bandwidth": "GB/s", "peak": "TFLOP/s"}, "of the device")
     if config.tp_size > 1:
-        _expect_figures(args, {"link_bandwidth": "GB/s", "link_latency": "microseconds"}, " with --tp-size")
+        _expect_figures(args, {"link_bandwidth": "GB/s", "link_latency": "microseconds"}, "of exchanges (--tp-size)")
     dtype: Any = config.dtype
     tokenizer = draft_tokenizer(args)
     draft = checked_draft(args.draft, config, tokenizer)
@@ -199,15 +199,15 @@ def _computed(
     return memory, ComputedTimes(target, of_draft, device, context, link), MAX_PREFILL_ROWS
 
 
-def _expect_figures(args: argparse.Namespace, units: dict[str, str], condition: str) -> None:
+def _expect_figures(args: argparse.Namespace, units: dict[str, str], owner: str) -> None:
     least, most = _FIGURES
     flags = {name: f"--{name.replace('_', '-')}" for name in units}
     needed = " and ".join(f"{flags[name]} ({unit})" for name, unit in units.items())
     for name, flag in flags.items():
         if not least <= (getattr(args, name) or 0) <= most:  # NaN is not either
             raise ConfigError(
-                f"--no-measure{condition} needs {needed} of the device; {flag} is {getattr(args, name)}, expected a "
-                f"number from {least:g} to {most:g}."
+                f"--no-measure needs {needed} {owner}; {flag} is {getattr(args, name)}, expected a number from "
+                f"{least:g} to {most:g}."
             )
 
 

@@ -7,12 +7,14 @@ sequence. The target's own choice at each row decides how many are accepted. Rej
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from time import perf_counter
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
@@ -41,7 +43,6 @@ from specdec_fast.engine.step import (
     step_error,
 )
 from specdec_fast.errors import EngineBusyError, KVCacheAllocationError
-from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
@@ -223,8 +224,11 @@ class EngineCore:
         step = self._launched or self._launch_next()
         self._launched = None
         may_launch = step is not None and self._overlap
-        if step is not None and may_launch and self._can_be_followed(step):
-            outputs = self._outputs_of_followed(step)
+        next_tokens = None
+        if step is not None and may_launch:
+            step, next_tokens = self._fetched(step)
+        if step is not None and next_tokens is not None:
+            outputs = self._outputs_of_followed(step, next_tokens)
         else:
             outputs = [] if step is None else self._outputs_of(step)
         may_launch = may_launch and self._launched is None and self._launch_error is None
@@ -365,11 +369,24 @@ class EngineCore:
 
     def _outputs_of(self, step: Step) -> list[StepOutput]:
         """Finish a step, and let the sequences that have ended leave."""
-        self._in_step = step.batch
+        resident = set(self.resident)
+        self._in_step = [s for s in step.batch if s in resident]  # others may have ended after the launch
         self._row_limit.num_rows = sum(step.verification.counts)
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
         self._leave([s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests])
         return outputs
+
+    def _fetched(self, step: Step) -> tuple[Step, Tensor | None]:
+        """Begin to copy the tokens of a step to the host if the core may launch the next step before it reads them.
+
+        Returns the step, which then has no logits any more, and its next tokens on the device; None if it may not.
+        """
+        # A scheduler's error, or a lack of memory, shows again in the next launch, after the outputs of this step.
+        with suppress(Exception):
+            if self._can_be_followed(step):
+                next_tokens = step.verification.next_tokens
+                return replace(step, verification=step.verification.on_its_way()), next_tokens
+        return step, None
 
     def _can_be_followed(self, step: Step) -> bool:
         """Return whether the next step is one of the same sequences, all decoded plainly, and pages are free for it."""
@@ -377,40 +394,46 @@ class EngineCore:
             return False
         if len(step.batch) < len(self.resident) or not can_be_followed(step, self._requests):
             return False
-        if self._residents.may_admit() or not self._residents.have_room(step.batch, ahead=1):
+        may_grow = self.waiting and not self._pools.is_sized
+        if may_grow or self._residents.may_admit() or not self._residents.have_room(step.batch, ahead=1):
             return False
-        return len(self.scheduler.plan(self.resident)) == len(step.batch)
+        return len(self.scheduler.select(list(self.resident))) == len(step.batch)
 
-    def _outputs_of_followed(self, step: Step) -> list[StepOutput]:
-        """Launch the step after a plain one, then finish that one; the launched step has the token that it chose."""
+    def _outputs_of_followed(self, step: Step, next_tokens: Tensor) -> list[StepOutput]:
+        """Launch the next plain step on the tokens that ``step`` has chosen, then finish ``step``."""
         batch = step.batch
         lengths = [sequence.length for sequence in batch]
-        next_tokens = step.verification.next_tokens
-        step = replace(step, verification=step.verification.on_its_way())
         following = failure = None
-        if next_tokens is not None:
-            started = perf_counter()
-            try:
-                with torch.inference_mode(), self.stats.timer("verify"):
-                    draft = (step.draft.token_ids, step.draft.num_draft_tokens, None, next_tokens)
-                    verification = self.target.verify_step(self._pools.pool(), batch, *draft)
-                following = replace(step, verification=verification, started=started, drafted=started)
-            except Exception as error:
-                failure = error
+        try:
+            following = self._launch_following(step, next_tokens)
+        except Exception as error:
+            failure = error
         outputs = self._outputs_of(step)
         if failure is not None:
             self._recover_launch(failure)
         resident = set(self.resident)
         goes_on = [s.length == length + 1 for s, length in zip(batch, lengths, strict=True) if s in resident]
-        if goes_on and all(goes_on):  # else all have ended, or the step failed and its tokens are chosen again
+        if goes_on and all(goes_on) and not self._prefilling.sequences:  # else all have ended, or some begin again
             self._launched = following
         return outputs
 
+    @torch.inference_mode()
+    def _launch_following(self, step: Step, next_tokens: Tensor) -> Step:
+        started = perf_counter()
+        draft = (step.draft.token_ids, step.draft.num_draft_tokens, None, next_tokens)
+        with self.stats.timer("verify"):
+            verification = self.target.verify_step(self._pools.pool(), step.batch, *draft)
+        self.stats.timer.move(verification.accept_seconds, "verify", "accept")
+        return replace(step, verification=verification, started=started, drafted=started)
+
     def _recover_launch(self, error: Exception) -> None:
-        """Recover from a failed launch of a following step, or let the next call raise the error."""
+        """Recover from a failed launch of a following step, or let the next call raise the error.
+
+        If all sequences of that step have ended, no one needs it.
+        """
         self._in_step = [sequence for sequence in self._in_step if sequence in self.resident]
         try:
-            if self._in_step or not is_out_of_memory(error):
+            if self._in_step:
                 self._prepare_retry(error)
         except Exception as reason:
             self._launch_error = reason
@@ -436,9 +459,10 @@ class EngineCore:
             lost = commit_to_drafter(self.drafter, step, rows, emitted, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
-        self.length_policy.observe(step.observation(outcome, self._finished))
+        if len(emitted) == len(batch):  # else the policy has forgotten a sequence that has left
+            self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
-        self.stats.add_step(len(batch), bool(lost))
+        self.stats.add_step(len(emitted), bool(lost))
         return emitted
 
     def _leave(self, sequences: list[Sequence]) -> None:

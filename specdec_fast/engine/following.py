@@ -18,15 +18,15 @@ def can_be_followed(step: Step, live: Container[int]) -> bool:
     """Return whether the host knows all of the next step but its tokens.
 
     A step with draft tokens cannot be followed: how many are accepted decides where the next rows begin. ``live`` has
-    the ids of the requests that have not been cancelled.
+    the ids of the requests that have neither ended nor been cancelled.
     """
     return not any(step.limits) and all(s.request_id in live and _may_follow(s) for s in step.batch)
 
 
 def _may_follow(sequence: Sequence) -> bool:
-    """Whether its next row needs no more of the present one than the token, and nobody reads the present logits later.
+    """Whether its next row needs only the token of the present step, and no one reads the present logits later.
 
-    A graph writes the logits of every step to the same memory, from which log-probabilities would be read.
+    A graph writes the logits of every step to the same memory; log-probabilities are read from them.
     """
     params = sequence.params
     reads_tokens = sequence.edits_logits or params.logits_processors

@@ -182,7 +182,8 @@ def _why_no_token(verification: Verification, row: int, sequence: Sequence) -> R
     """Return why nothing was chosen at a row of a verification: it cannot be, after the sequence's present tokens."""
     if (failure := verification.failures.get(row)) is not None:
         return failure
-    # The step after a plain one, which may have overwritten the logits, is launched only where nothing restricts them.
+    # Where nothing restricts the choice, only NaN leaves no token. The logits are not read there: a following step may
+    # have overwritten them.
     is_free = not sequence.edits_logits and not sequence.params.logits_processors
     if is_free or bool(verification.logits[row].isnan().any()):
         return nan_error(sequence.length, "no token can be chosen")

@@ -265,7 +265,8 @@ class RaggedModel:
 
         Args:
             pool: this model's pages.
-            sequences: ``B`` sequences; the pool has the KV entries of all their tokens but the last.
+            sequences: ``B`` sequences; the pool has the KV entries of all their tokens but the last (with ``unread``,
+                of all their tokens).
             draft_tokens: ``[sum(num_draft_tokens)]`` int64 on any device, sequence after sequence.
             num_draft_tokens: number of draft tokens per sequence; 0 is allowed.
             parents: see ``Draft.parents``; None for chains. A model that verifies no trees raises NotYetSupportedError.

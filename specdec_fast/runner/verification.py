@@ -37,7 +37,7 @@ class StepPlan:
 
     @property
     def ahead(self) -> int:
-        """The number of tokens that a sequence lacks before its first row."""
+        """1 if the host has not yet read the token of each sequence's first row, else 0."""
         return 0 if self.unread is None else 1
 
     @cached_property
@@ -170,10 +170,13 @@ class Verification:
         return self.results[2].long().clone()
 
     def on_its_way(self) -> Verification:
-        """Return it with results whose copy to the host has begun: ``outcome`` will wait for nothing launched later."""
+        """Return it with results whose copy to the host has begun: ``outcome`` will wait for nothing launched later.
+
+        It then has no logits, ``[0, vocab_size]``: what is launched later may overwrite them.
+        """
         if isinstance(self.results, (HostCopy, Outcome)):
             return self
-        return replace(self, results=HostCopy(self.results))
+        return replace(self, results=HostCopy(self.results), logits=self.logits.new_empty(0, self.logits.shape[1]))
 
     def outcome(self) -> Outcome:
         """Return what was accepted."""

@@ -139,6 +139,55 @@ def test_requests_join_and_leave_while_steps_follow(hugging_face_model, monkeypa
     assert core.pool.is_vacant
 
 
+@pytest.mark.parametrize("name", grid(["qwen3", "qwen3_5"], keep=["qwen3", "qwen3_5"]))
+def test_a_larger_request_joins_steps_that_follow(hugging_face_model, name, monkeypatch):
+    """The pool, or its number of states, has room for the first request alone, and grows when the core admits it."""
+    model = hugging_face_model if name == "qwen3" else tiny_hybrid(name)
+    params = [replace(SAMPLED[0], max_new_tokens=12), replace(SAMPLED[1], max_new_tokens=40)]
+    expected = tokens_of(plain(model, params, monkeypatch, PROMPTS[:2]))
+    engine = sd.Engine(model, None, max_batch_size=3, page_size=4, method="exspec")
+    noted = watched(engine, monkeypatch)
+    build = RequestBuilder(engine.target, None).build
+    first, larger = (build(i, PROMPTS[i], params[i]) for i in range(2))
+    core = engine.core
+    core.add(first)
+    for _ in range(4):
+        core.step()
+    assert noted[-2:] == ["following", "read"]
+    core.add(larger)
+    core.step()
+    core.step()
+    assert larger.emitted_ids
+    assert first.finish_reason is None
+    while core.has_work:
+        core.step()
+    assert [first.emitted_ids, larger.emitted_ids] == expected
+
+
+@pytest.mark.parametrize("name", grid(["qwen3", "qwen3_5"], keep=["qwen3_5"]))
+def test_reading_a_following_step_fails_after_one_of_its_sequences_has_ended(hugging_face_model, name, monkeypatch):
+    """Only the sequences that are left begin again."""
+    model = hugging_face_model if name == "qwen3" else tiny_hybrid(name)
+    free = tokens_of(plain(model, SAMPLED, monkeypatch))
+    place = next(i for i in range(1, 10) if free[0][i] not in free[0][:i])
+    params = [replace(SAMPLED[0], stop_token_ids=(free[0][place],)), SAMPLED[4]]
+    prompts = [PROMPTS[0], PROMPTS[4]]
+    expected = tokens_of(plain(model, params, monkeypatch, prompts))
+    engine = sd.Engine(model, None, max_batch_size=2)
+    to_host = verification.to_host
+    reads = []
+
+    def reading(results):
+        reads.append(None)
+        if len(reads) == place + 2:
+            raise torch.OutOfMemoryError("no memory")
+        return to_host(results)
+
+    monkeypatch.setattr(verification, "to_host", reading)
+    assert tokens_of(engine.generate(prompts, params, progress=False)) == expected
+    assert engine.last_run.num_out_of_memory == 1
+
+
 def test_nan_logits_end_their_request_alone(hugging_face_model, monkeypatch):
     free = tokens_of(plain(hugging_face_model, GREEDY, monkeypatch))
     poisoned = copy.deepcopy(hugging_face_model)

@@ -155,8 +155,8 @@ class Graphs(GraphStore):
             trees: the shape of the rows, if they are trees of draft tokens; None: chains.
 
         Returns:
-            The logits ``[T, V]``, and the results of ``verify_chain``. Read both before the model's next forward. None
-            if there is no graph for the batch.
+            The logits ``[T, V]``, and the results of ``verify_chain``. Read both, or queue their copies, before the
+            model's next forward. None if there is no graph for the batch.
 
         """
         has_trees = trees is not None
