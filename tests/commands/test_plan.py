@@ -238,7 +238,8 @@ def test_curves_that_cannot_be_fitted_are_refused(capsys, tmp_path, text):
 
 
 def test_a_plan_for_ranks_counts_their_exchanges(capsys):
-    assert "needs --link-bandwidth (GB/s) and --link-latency (microseconds) of exchanges (--tp-size)" in refused(capsys, *COMPUTED, tp_size=2)
+    needed = "needs --link-bandwidth (GB/s) and --link-latency (microseconds) of exchanges (--tp-size)"
+    assert needed in refused(capsys, *COMPUTED, tp_size=2)
     slow, fast = (
         planned(capsys, *COMPUTED, batch_sizes="1", tp_size=2, link_bandwidth=10, link_latency=latency)
         for latency in (1000, 1)
