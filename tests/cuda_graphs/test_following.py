@@ -189,7 +189,7 @@ def test_reading_a_following_step_fails_after_one_of_its_sequences_has_ended(hug
 
 
 def test_nan_logits_end_their_request_alone(hugging_face_model, monkeypatch):
-    free = tokens_of(plain(hugging_face_model, GREEDY, monkeypatch))
+    free = tokens_of(plain(hugging_face_model, SAMPLED, monkeypatch))
     poisoned = copy.deepcopy(hugging_face_model)
     others = {token for i, own in enumerate(free) if i != 4 for token in (*PROMPTS[i], *own)}
     place, poison = next((j, token) for j, token in enumerate(free[4]) if token not in {*others, *PROMPTS[4]})
@@ -199,7 +199,7 @@ def test_nan_logits_end_their_request_alone(hugging_face_model, monkeypatch):
         poisoned.model.embed_tokens.weight[poison] = math.nan
     engine = sd.Engine(poisoned, None, max_batch_size=5)
     noted = watched(engine, monkeypatch)
-    *good, bad = engine.generate(PROMPTS, GREEDY, progress=False)
+    *good, bad = engine.generate(PROMPTS, SAMPLED, progress=False)
     assert tokens_of(good) == free[:4]
     assert isinstance(bad.error, InvalidLogitsError)
     assert bad.token_ids == free[4][: place + 1]
