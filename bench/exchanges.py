@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from bench.common import report
+from bench.common.device import synchronize
 from specdec_fast.ranks.exchange import Ranks, connected
 from specdec_fast.ranks.workers import join_group
 
@@ -33,19 +34,14 @@ def seconds_of_sums(ranks: Ranks, hidden_size: int, device: torch.device, repeat
     for repeat in range(repeats + 1):
         for each in rows.values():
             ranks.sum(each)  # all ranks begin together
-            wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
-            wait()
+            synchronize(device)
             started = perf_counter()
             for _ in range(_CALLS):
                 ranks.sum(each)
-            wait()
+            synchronize(device)
             if repeat:
                 found[each.nbytes].append((perf_counter() - started) / _CALLS)
     return {size: median(seconds) for size, seconds in found.items()}
-
-
-def _nothing() -> None:
-    pass
 
 
 def link_of(seconds: dict[int, float], num_ranks: int) -> tuple[float, float]:
@@ -89,9 +85,7 @@ def main() -> None:
     print(f"--link-latency {latency * 1e6:.3g} --link-bandwidth {bandwidth / 1e9:.3g}")
     machine = report.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     found = {"latency_us": latency * 1e6, "bandwidth_gb_per_second": bandwidth / 1e9, "seconds": seconds}
-    report.write_json(
-        {"machine": machine, "ranks": args.ranks, "shares_memory": shares_memory, **report.rounded(found)}, args.json
-    )
+    report.write_json({"machine": machine, "ranks": args.ranks, "shares_memory": shares_memory, **found}, args.json)
 
 
 if __name__ == "__main__":
