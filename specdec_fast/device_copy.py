@@ -119,17 +119,17 @@ class Joined(NamedTuple):
     parts: tuple[slice, ...]  # which of them each result is
 
 
+def joined(tensors: Sequence[Tensor]) -> Joined:
+    """Join flat tensors of one device."""
+    ends = list(accumulate(map(len, tensors), initial=0))
+    return Joined(torch.cat(list(tensors)), tuple(map(slice, ends[:-1], ends[1:])))
+
+
 class HostCopy:
     """A copy of results to the host that has begun; ``to_host`` waits for this copy, not for what is launched later."""
 
     def __init__(self, results: Sequence[Tensor] | Joined) -> None:
-        if isinstance(results, Joined):
-            values = results.values
-            self.parts = results.parts
-        else:
-            values = torch.cat(list(results))
-            ends = list(accumulate(map(len, results), initial=0))
-            self.parts = tuple(map(slice, ends[:-1], ends[1:]))
+        values, self.parts = results if isinstance(results, Joined) else joined(results)
         is_cuda = values.device.type == "cuda"
         self.values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_cuda)
         self.values.copy_(values, non_blocking=is_cuda)  # without an event to wait for, the copy itself waits
@@ -148,18 +148,9 @@ def to_host(tensors: Sequence[Tensor] | Joined | HostCopy) -> list[list[int]]:
     """Return the values of flat integer tensors of one device, in one transfer; a step waits for a device here only."""
     if isinstance(tensors, HostCopy):
         tensors.wait()
-    if isinstance(tensors, (Joined, HostCopy)):
-        values = tensors.values.tolist()
-        return [values[part] for part in tensors.parts]
-    if tensors[0].device.type == "cpu":  # nothing is transferred, so concatenating would only cost time
-        return [tensor.tolist() for tensor in tensors]
-    return _split(torch.cat(list(tensors)).tolist(), [len(tensor) for tensor in tensors])
-
-
-def _split(values: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    pieces = []
-    start = 0
-    for length in lengths:
-        pieces.append(values[start : start + length])
-        start += length
-    return pieces
+    elif not isinstance(tensors, Joined):
+        if tensors[0].device.type == "cpu":  # nothing is transferred, so concatenating would only cost time
+            return [tensor.tolist() for tensor in tensors]
+        tensors = joined(tensors)
+    values = tensors.values.tolist()
+    return [values[part] for part in tensors.parts]

@@ -224,19 +224,15 @@ class EngineCore:
         step = self._launched or self._launch_next()
         self._launched = None
         may_launch = step is not None and self._overlap
-        next_tokens = None
-        if step is not None and may_launch:
-            step, next_tokens = self._fetched(step)
-        if step is not None and next_tokens is not None:
-            outputs = self._outputs_of_followed(step, next_tokens)
-        else:
-            outputs = [] if step is None else self._outputs_of(step)
-        may_launch = may_launch and self._launched is None and self._launch_error is None
+        outputs: list[StepOutput] = []
+        if step is not None:
+            step, next_tokens = self._fetched(step) if may_launch else (step, None)
+            outputs = self._outputs_of(step) if next_tokens is None else self._outputs_of_followed(step, next_tokens)
         del step  # it keeps the logits of its rows, and the next launch allocates
         while self.ended:
             alone = self.ended.pop()
             outputs.append(StepOutput(alone, [], alone.finish_reason))
-        if may_launch:
+        if may_launch and self._launched is None and self._launch_error is None:
             try:
                 self._launched = self._launch_next()
             except Exception as error:
@@ -420,9 +416,12 @@ class EngineCore:
     @torch.inference_mode()
     def _launch_following(self, step: Step, next_tokens: Tensor) -> Step:
         started = perf_counter()
-        draft = (step.draft.token_ids, step.draft.num_draft_tokens, None, next_tokens)
+        pool = self._pools.pool()
+        none = step.draft
         with self.stats.timer("verify"):
-            verification = self.target.verify_step(self._pools.pool(), step.batch, *draft)
+            verification = self.target.verify_step(
+                pool, step.batch, none.token_ids, none.num_draft_tokens, unread=next_tokens
+            )
         self.stats.timer.move(verification.accept_seconds, "verify", "accept")
         return replace(step, verification=verification, started=started, drafted=started)
 

@@ -30,5 +30,4 @@ def _may_follow(sequence: Sequence) -> bool:
     """
     params = sequence.params
     reads_tokens = sequence.edits_logits or params.logits_processors
-    reads_logits = sequence.logprobs is not None or sequence.top_logprobs is not None
-    return sequence.num_remaining > 1 and not reads_tokens and not reads_logits
+    return sequence.num_remaining > 1 and not reads_tokens and sequence.logprobs is None

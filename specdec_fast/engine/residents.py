@@ -254,7 +254,7 @@ class Residents:
         self._prefixes.refresh(self._pools.target_pool, self.waiting, has_residents=bool(self.resident))
         self._pools.size(self.resident, self.waiting, most)
         pool = self._pools.pool()
-        places = min(self._scheduler.checked_num_to_admit(len(self.resident)), most - len(self.resident))
+        places = self._num_places()
         while self.waiting and places > 0 and self._has_room(self.waiting[0]):
             sequence = self.waiting.popleft()
             pool.add(sequence)
@@ -268,10 +268,7 @@ class Residents:
 
     def may_admit(self) -> bool:
         """Return whether ``admit`` would admit a sequence now."""
-        num_resident = len(self.resident)
-        most = self._scheduler.checked_max_resident()
-        places = min(self._scheduler.checked_num_to_admit(num_resident), most - num_resident)
-        return bool(self.waiting) and places > 0 and self._has_room(self.waiting[0])
+        return bool(self.waiting) and self._num_places() > 0 and self._has_room(self.waiting[0])
 
     def have_room(self, batch: list[Sequence], ahead: int) -> bool:
         """Return whether there are pages for so many tokens more of each sequence, without preempting one."""
@@ -317,6 +314,12 @@ class Residents:
                 self.waiting.remove(sequence)
         if self._prefilling.sequences:
             self._prefilling.drop(sequences)
+
+    def _num_places(self) -> int:
+        """Return how many sequences the scheduler lets join now."""
+        num_resident = len(self.resident)
+        most = self._scheduler.checked_max_resident()
+        return min(self._scheduler.checked_num_to_admit(num_resident), most - num_resident)
 
     def _node_limits(self, limits: list[int]) -> list[int]:
         """Return how many nodes each sequence's tree may have; ``limits`` itself for a drafter of chains."""

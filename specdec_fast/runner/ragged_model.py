@@ -280,8 +280,7 @@ class RaggedModel:
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
         hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(sequences))
-        drafts = (draft_tokens, num_draft_tokens, parents)
-        plan = StepPlan(sequences, *drafts, hidden_states, self.vocab_size, unread)
+        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states, self.vocab_size, unread)
         return self._runner.verify(pool, plan)
 
     def why_no_trees(self) -> str | None:

@@ -48,8 +48,6 @@ def watched(engine, monkeypatch, on_launch=lambda is_following: None):
     noted = []
 
     def noting(*step, unread=None):
-        step, given = step[:4], step[4:]
-        unread = given[1] if len(given) > 1 else unread
         noted.append("first" if unread is None else "following")
         on_launch(unread is not None)
         return verify_step(*step, unread=unread)
@@ -90,9 +88,9 @@ def test_its_launch_does_not_wait(hugging_face_model, monkeypatch):
     verify_step = engine.target.verify_step
     found = []
 
-    def watched_launch(*step):
+    def watched_launch(*step, unread=None):
         with waits(monkeypatch) as waiting:
-            launched = verify_step(*step)
+            launched = verify_step(*step, unread=unread)
         found.append(list(waiting))
         return launched
 
