@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec_fast import device_copy
-from specdec_fast.device_copy import Joined, PackedArrays, all_to_device, to_device, to_host
+from specdec_fast.device_copy import HostCopy, Joined, PackedArrays, all_to_device, joined, to_device, to_host
 
 CPU = torch.device("cpu")
 
@@ -23,9 +23,10 @@ def test_what_comes_in_one_piece_is_taken_apart():
     results = [torch.arange(5), torch.tensor([2**31 - 1, -1], dtype=torch.int32), torch.empty(0, dtype=torch.int64)]
     expected = [[0, 1, 2, 3, 4], [2**31 - 1, -1], []]
     assert to_host(results) == expected
-    joined = torch.cat(results)
-    assert joined.dtype == torch.int64, "int32 beside int64 is joined as int64"
-    assert device_copy._split(joined.tolist(), [5, 2, 0]) == expected
+    in_one = joined(results)
+    assert in_one.values.dtype == torch.int64, "int32 beside int64 is joined as int64"
+    assert to_host(in_one) == expected
+    assert to_host(HostCopy(results)) == expected
 
 
 @pytest.fixture
