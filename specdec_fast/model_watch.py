@@ -52,6 +52,14 @@ def _do_something(hooks: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks.values())
 
 
+def error_of_change(name: str, change: str) -> UnsupportedModelError:
+    """Return the error for a change of a model that its program or its graphs do not see."""
+    return UnsupportedModelError(
+        f"{name} has changed since the engine was made: {change}; make a new Engine. (Other changes of weights in "
+        "place take effect without one.)"
+    )
+
+
 def hooked_class(model: nn.Module) -> str | None:
     """Return the class of a module with forward hooks, which recordings would not call; None if there is none."""
     if any(_GLOBAL_HOOKS):

@@ -1,8 +1,9 @@
 """Task "ranks" of ``bench.gpu``: the bundled target, sharded by ``tp_size`` over two processes on the one GPU.
 
 Every output must be that of plain decoding at batch 1 by the same two ranks. NCCL refuses two ranks on one GPU, so the
-ranks exchange numbers by Gloo, which copies them through the host: NCCL is not checked, and the speeds, measured beside
-other gates, say nothing about two GPUs. On a CPU the ranks are two processes as well.
+ranks exchange numbers by Gloo, which copies them through the host, between the pieces of a CUDA graph: NCCL is not
+checked, and the speeds, measured beside other gates, say nothing about two GPUs. On a CPU the ranks are two processes
+as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench.common.measurement import Tokens
 from bench.gpu_.isolated_tasks import Progress, Settings
 from specdec_fast import DecodingStats, Engine, SamplingParams
 from specdec_fast.assets import demo_pair
+from specdec_fast.runner.graphs.capture import CAPTURES
 from specdec_fast.runner.loading import load_sharded
 
 
@@ -104,6 +106,9 @@ def _compare_all(
             decode = partial(_decode, engine, prompts, params, batch_size)
             case = Case(name, batch_size, temperature)
             progress.attempt(str(case), partial(_compare, decode, case, found, progress))
+        described = engine.describe()
+        if engine.target.layout.device.type in CAPTURES and not described["graphs_captured"]:
+            progress.fail(f"graphs of the target, {names}", f"there are none: {described['why_no_graphs']}")
 
 
 def _facts_of(engine: Engine) -> dict[str, Any]:
@@ -131,8 +136,8 @@ def _params(sizes: Sizes, temperature: float, num_draft_tokens: int | None) -> l
 
 def _decode(
     engine: Engine, prompts: list[str], params: list[SamplingParams], batch_size: int
-) -> tuple[Tokens, float, DecodingStats, int]:
-    """Return outputs, tokens per second, counts, and graphs of the draft model, of the last of several runs."""
+) -> tuple[Tokens, float, DecodingStats, dict[str, int]]:
+    """Return outputs, tokens per second, counts, and the graphs of target and draft, of the last of several runs."""
     for _ in range(1 + _WARM_UPS):
         started = perf_counter()
         outputs = []
@@ -144,11 +149,16 @@ def _decode(
     for output in outputs:
         stats.add(output.raise_for_error().stats)
     tokens = [output.token_ids for output in outputs]
-    return tokens, sum(map(len, tokens)) / seconds, stats, engine.describe()["draft"].get("graphs_captured", 0)
+    described = engine.describe()
+    graphs = {
+        "target_graphs": described["graphs_captured"],
+        "draft_graphs": described["draft"].get("graphs_captured", 0),
+    }
+    return tokens, sum(map(len, tokens)) / seconds, stats, graphs
 
 
 def _compare(
-    decode: Callable[[], tuple[Tokens, float, DecodingStats, int]],
+    decode: Callable[[], tuple[Tokens, float, DecodingStats, dict[str, int]]],
     case: Case,
     found: dict[float, Tokens],
     progress: Progress,
@@ -159,7 +169,7 @@ def _compare(
         RuntimeError: plain decoding at batch 1 failed before.
 
     """
-    tokens, speed, stats, draft_graphs = decode()
+    tokens, speed, stats, graphs = decode()
     if (case.name, case.batch_size) == (PLAIN, 1):
         found[case.temperature] = tokens
     if case.temperature not in found:
@@ -171,7 +181,7 @@ def _compare(
         equal=equal,
         tokens_per_second=speed,
         mean_acceptance_length=stats.mean_acceptance_length,
-        draft_graphs=draft_graphs,
+        **graphs,
     )
     if equal < len(tokens):
         progress.fail(

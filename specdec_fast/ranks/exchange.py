@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed
 
+from specdec_fast.host_calls import call_host
+
 CHUNK_BYTES = 1 << 20  # that a rank sends at a time; two chunks per rank are shared
 ABORTED = "an exchange between ranks was aborted"  # what the C++ extension raises in ranks that wait for a failed one
 TIMEOUT_SECONDS = 600.0  # after which a rank that waits for another one raises an error
@@ -44,13 +46,17 @@ class Ranks(Protocol):
 
 
 class GroupRanks(Ranks):
-    """Exchanges by ``torch.distributed``: NCCL, or Gloo."""
+    """Exchanges by ``torch.distributed``: NCCL, or Gloo.
+
+    A CUDA graph records those of NCCL, which are kernels. Gloo copies the numbers through the host.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self.native = None
+        self._is_recorded = distributed.Backend.NCCL in distributed.get_backend(group)
 
     def sum(self, rows: Tensor) -> Tensor:
         total, *others = [part.float() for part in self._gathered(rows.contiguous())]
@@ -65,7 +71,14 @@ class GroupRanks(Ranks):
 
     def _gathered(self, rows: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(rows) for _ in range(self.size)]
-        distributed.all_gather(parts, rows, group=self._group)
+
+        def gather() -> None:
+            distributed.all_gather(parts, rows, group=self._group)
+
+        if self._is_recorded:
+            gather()
+        else:
+            call_host(gather)
         return parts
 
 

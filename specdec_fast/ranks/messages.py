@@ -71,6 +71,7 @@ class ComputeForward(NamedTuple):
     pool: int
     batch: dict[str, Any]  # from ``packed``
     logit_rows: np.ndarray | None
+    has_taps: bool  # whether rank 0 takes the hidden states of its taps
 
 
 class MoveEntries(NamedTuple):
@@ -85,6 +86,12 @@ class UseTaps(NamedTuple):
     """Compute hidden states for a drafter from now on; see ``RaggedModel.use_taps``."""
 
     ids: tuple[int | str, ...]
+
+
+class UseGraphs(NamedTuple):
+    """Replay forwards of few rows as graphs from now on; see ``RaggedModel.use_graphs``."""
+
+    limits: Any  # of ``runner/graphs/buckets.py``
 
 
 class GatherEnd(NamedTuple):

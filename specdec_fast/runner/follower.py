@@ -31,6 +31,7 @@ from specdec_fast.ranks.messages import (
     MakePool,
     MoveEntries,
     Restart,
+    UseGraphs,
     UseTaps,
     on_device,
     unpacked,
@@ -90,9 +91,14 @@ class Follower:
         device = target.layout.device
         if isinstance(message, ComputeForward):
             batch = unpacked(message.batch, device)
-            target.forward(batch, self._pools[message.pool], on_device(message.logit_rows, device))
+            logit_rows = on_device(message.logit_rows, device)
+            # nobody reads them, but the same graphs are needed as in rank 0
+            hidden_states = target.empty_hidden_states(len(batch.token_ids)) if message.has_taps else None
+            target.forward(batch, self._pools[message.pool], logit_rows, hidden_states)
         elif isinstance(message, UseTaps):
             target.use_taps(message.ids)
+        elif isinstance(message, UseGraphs):
+            target.use_graphs(message.limits)
         elif isinstance(message, GatherEnd):
             whole_end(target.model, message.is_output)
         elif isinstance(message, MakePool):

@@ -64,9 +64,9 @@ class Leader(PoolCopies):
             Exception: what failed in this rank or in another one. All ranks can compute the next forward then.
 
         """
-        logit_rows = given[0]
+        logit_rows, hidden_states = given
         rows = None if logit_rows is None else logit_rows.cpu().numpy()
-        message = ComputeForward(self._numbers[pool], packed(batch), rows)
+        message = ComputeForward(self._numbers[pool], packed(batch), rows, hidden_states is not None)
         result: Tensor = self.together(message, partial(forward, batch, pool, *given))
         return result
 

@@ -23,7 +23,7 @@ from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
 from specdec_fast.kv_cache.layer_layout import MOST_DRAFT_TOKENS
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.model_watch import Numbers, Watch, check_repeats
+from specdec_fast.model_watch import Numbers, Watch, check_repeats, error_of_change
 from specdec_fast.models import model_checks
 from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
@@ -33,14 +33,14 @@ from specdec_fast.ops import Ops
 from specdec_fast.program import NotLowerableError, compile_forward
 from specdec_fast.program.executors import DeviceProgram, ForwardProgram, executor_for
 from specdec_fast.ranks.exchange import Ranks
-from specdec_fast.ranks.messages import UseTaps
+from specdec_fast.ranks.messages import UseGraphs, UseTaps
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.cpp import CppRunner
 from specdec_fast.runner.drafting import choices_of
 from specdec_fast.runner.eager import EagerRunner
 from specdec_fast.runner.graph import GraphRunner
 from specdec_fast.runner.graphs.buckets import Limits
-from specdec_fast.runner.graphs.capture import capture_for
+from specdec_fast.runner.graphs.capture import Capture, capture_for
 from specdec_fast.runner.graphs.graphs import Graphs
 from specdec_fast.runner.hf_model import HFModel
 from specdec_fast.runner.leader import Leader
@@ -104,11 +104,6 @@ class RaggedModel:
             self._executor = None
             self.why_no_program = "enforce_eager=True"
             self._capture = None
-        if ranks is not None:  # a graph has recorded no exchange between processes yet
-            self._capture = None
-            if ranks.native is None:
-                self._executor = None
-                self.why_no_program = "its weights are sharded over processes that share no memory"
         self.graphs: Graphs | None = None
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)
@@ -129,8 +124,8 @@ class RaggedModel:
                 self.check_logits(probe, logits)
             with self.hf.hooked():
                 hf = self.hf
-                name = type(model).__name__
-                model_checks.check_ignores_answers(name, hf.call, self.layout, hf.make_cache, page_size)
+                of_cache = (self.layout, hf.make_cache, page_size)
+                model_checks.check_ignores_answers(type(model).__name__, hf.call, *of_cache)
 
     @property
     def name(self) -> str:
@@ -206,7 +201,9 @@ class RaggedModel:
         eager = (self._compute, forward, self.attached, self.ops, self.vocab_size)
         if self.program is not None and self.has_fused_step:
             return CppRunner(self.program, *eager)
-        return EagerRunner(*eager) if self.graphs is None else GraphRunner(self.graphs, self.max_positions, *eager)
+        if self.graphs is None or self.leader is not None:  # other ranks follow forwards, not steps
+            return EagerRunner(*eager)
+        return GraphRunner(self.graphs, self.max_positions, *eager)
 
     def forward(
         self,
@@ -235,8 +232,13 @@ class RaggedModel:
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
     ) -> Tensor:
         if self.leader is not None:
-            return self.leader.compute(self._compute_here, batch, pool, logit_rows, hidden_states)
+            return self.leader.compute(self._compute_as_all_ranks, batch, pool, logit_rows, hidden_states)
         return self._compute_here(batch, pool, logit_rows, hidden_states)
+
+    def _compute_as_all_ranks(self, *batch: Any) -> Tensor:
+        """Compute by a graph if there is one: the other ranks, which get the same batches, have recorded theirs too."""
+        logits = None if self.graphs is None else self.graphs.forward(*batch)
+        return self._compute_here(*batch) if logits is None else logits
 
     def _compute_here(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
@@ -371,9 +373,12 @@ class RaggedModel:
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
-            choices = choices_of(self.ops, self.vocab_size)
-            why_not = "its indexers wait for the device" if self.layout.indexers else None
-            self.use_these_graphs(Graphs(self.model, self._compute, self._capture, limits, choices, why_not))
+            self.in_all_ranks(UseGraphs(limits), partial(self._use_graphs, limits, self._capture))
+
+    def _use_graphs(self, limits: Limits, capture: Capture) -> None:
+        choices = choices_of(self.ops, self.vocab_size)
+        why = "its indexers wait for the device" if self.layout.indexers else None
+        self.use_these_graphs(Graphs(self.model, self._compute_here, capture, limits, choices, why, self.is_sharded))
 
     def use_these_graphs(self, graphs: Graphs | None) -> None:
         """From now on replay these graphs; None: none."""
@@ -459,13 +464,15 @@ class RaggedModel:
         """Check that the model is as it was when it was loaded. If it is not, its graphs are destroyed.
 
         Raises:
-            UnsupportedModelError: a change that its program would not see, or PyTorch would run it in training mode.
+            UnsupportedModelError: its program or other ranks would not see a change, or it would train.
 
         """
         if not self.has_program and self.leader is None:  # other ranks would not compute its forwards
             self._in_training = check_repeats(self.model, self._probe_logits, self._in_training)
-        if self.graphs is not None:
-            self.graphs.expect_same_weights()
+        if self.graphs is not None and (change := self.graphs.change()) is not None:
+            if self.leader is not None:  # the other ranks would keep theirs
+                raise error_of_change(self.name, change)
+            self.graphs.record_again()
         self.expect_program_of_weights()
 
     def expect_program_of_weights(self) -> None:
@@ -475,12 +482,8 @@ class RaggedModel:
             UnsupportedModelError: a change that it would not see.
 
         """
-        change = self._watch.change() if self.has_program and self._watch is not None else None
-        if change is not None:
-            raise UnsupportedModelError(
-                f"{self.name} has changed since the engine was made: {change}; make a new Engine. (Other changes "
-                "of weights in place take effect without one.)"
-            )
+        if self.has_program and self._watch is not None and (change := self._watch.change()) is not None:
+            raise error_of_change(self.name, change)
 
     def has_changed(self) -> bool:
         """Return whether it may compute other KV entries than at the last call of this method; True at the first.

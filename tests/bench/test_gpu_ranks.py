@@ -43,7 +43,7 @@ def compared(first, second):
     def decoded(tokens):
         if tokens is None:
             raise RuntimeError("a rank has ended")
-        return tokens, 1.0, DecodingStats(), 0
+        return tokens, 1.0, DecodingStats(), {}
 
     for batch_size, tokens in ((1, first), (4, second)):
         case = gpu_ranks.Case("plain", batch_size, 0.0)

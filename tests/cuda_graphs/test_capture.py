@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specdec_fast.host_calls import call_host
 from specdec_fast.runner.graphs.capture import CudaCapture
 
 
@@ -111,3 +112,29 @@ def test_nothing_is_collected_meanwhile(calls, enabled):
     finally:
         gc.enable()
     assert seen == [False] * 3
+
+
+def test_calls_of_the_host_are_made_between_graphs(calls):
+    """Those that may wait for the device, such as exchanges between ranks by way of the host."""
+
+    def run():
+        calls.append("kernels")
+        call_host(lambda: calls.append("call"))
+        calls.append("more kernels")
+        return (torch.ones(2),)
+
+    capture = CudaCapture(torch.device("cuda", 0))
+    calls.clear()
+    captured = capture(run)
+    piece = "enter recording memory stream 1 thread_local"
+    assert calls[calls.index("waiting: error") :] == [
+        *["waiting: error", "kernels", "waiting: default", "call", "waiting: error", "more kernels", "leave"],
+        *["waiting: 1", "current waits for stream 1"],
+        *[piece, "kernels", "leave", piece, "more kernels", "leave"],  # not the call: its numbers are not there yet
+        "leave",
+    ]
+    calls.clear()
+    captured.replay()
+    assert calls == ["replay", "call", "replay"]
+    call_host(lambda: calls.append("at once"))
+    assert calls[-1] == "at once"

@@ -27,10 +27,13 @@ from specdec_fast.ranks.exchange import ABORTED
 from specdec_fast.ranks.messages import UseTaps
 from specdec_fast.ranks.workers import expect_no_group, join_group
 from specdec_fast.runner.follower import Follower
+from specdec_fast.runner.graphs.store import GraphSpec, GraphStore
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.model_memory import bytes_of, weights_of
+from support.graph_follower import ranks_as_on_gpus
+from support.graphs import LIMITS
 from support.scripted_trees import RandomTrees
-from support.tp_size import PROMPTS, SIZES, engine_of, plainly, saved, together
+from support.tp_size import PROMPTS, SIZES, engine_of, params_of, plainly, saved, together
 
 ENDED_SECONDS = 30.0
 
@@ -140,6 +143,38 @@ def exchanges_of_a_row(engine, monkeypatch):
         monkeypatch.setattr(ranks, name, counting)
     engine.generate([[1]], sd.SamplingParams(max_new_tokens=1), progress=False)
     return len(sent), sum(sent)
+
+
+def test_all_ranks_replay_graphs(folder, monkeypatch):
+    """As on GPUs: the ranks record the same forwards at the same time, or they would wait for each other."""
+    ranks_as_on_gpus(monkeypatch)
+    with engine_of(folder, RandomTrees([]), prefix_cache=False) as engine:
+        expect_bits_of_plain_decoding(engine)
+        described = engine.describe()
+        assert (described["graphs"], described["why_no_graphs"]) == (True, None)
+        assert described["graphs_captured"] > 1
+        part = engine.target.model.lm_head.part
+        part.weight.data = part.weight.data.clone()
+        with pytest.raises(sd.UnsupportedModelError, match="has changed since the engine was made"):
+            engine.generate(PROMPTS[0], params_of(0))
+
+
+def test_a_sharded_model_records_nothing_where_memory_ran_out():
+    """Other ranks may have had the memory: they would replay what this rank computes in another way."""
+
+    def fail(_):
+        raise MemoryError
+
+    for is_sharded in (True, False):
+        store = GraphStore(fail, LIMITS, is_sharded=is_sharded)
+        inputs = SimpleNamespace(batch=SimpleNamespace(recurrent=None))
+        record = partial(store._recorded, lambda: GraphSpec(inputs, None, tuple), lambda *_: None)  # noqa: B023
+        if is_sharded:
+            with pytest.raises(MemoryError):
+                record()
+        else:
+            assert record() is None
+            assert store.why_not == "MemoryError: "
 
 
 @pytest.mark.grid

@@ -22,6 +22,7 @@ from specdec_fast.program.plan.ir import (
     LOGIT_ROWS,
     LOGITS,
     Attend,
+    Exchange,
     Gather,
     GroupedLinear,
     GroupedPackedLinear,
@@ -39,6 +40,7 @@ from specdec_fast.program.triton.launches import JointLinear, PlannedLaunch, Row
 from specdec_fast.program.triton.recurrent_steps import recurrent_step
 from specdec_fast.program.triton.row_code import NotEmittableError
 from specdec_fast.program.triton.row_kernel import RowKernel, row_kernel
+from specdec_fast.ranks.operations import ranks_of
 from specdec_fast.triton_kernels.linear import linears
 from specdec_fast.triton_kernels.overlap import overlaps
 from specdec_fast.triton_kernels.variant import Launch
@@ -122,6 +124,7 @@ class TritonProgram:
             GroupedPackedLinear: self._grouped_packed_linear,
             Attend: self._attend,
             Gather: self._gather,
+            Exchange: self._exchange,
         }
         return make[type(launch)](launch)
 
@@ -220,6 +223,17 @@ class TritonProgram:
 
         return launch
 
+    @staticmethod
+    def _exchange(step: Exchange) -> Callable[[DeviceForward], None]:
+        ranks = ranks_of(step.ranks)
+        widths = list(step.widths)
+
+        def launch(forward: DeviceForward) -> None:
+            rows = forward.memory[step.source]
+            forward.memory[step.out] = ranks.concatenate(rows, widths) if widths else ranks.sum(rows)
+
+        return launch
+
 
 def dtypes_of(plan: Plan) -> dict[int, torch.dtype]:
     """Return the dtype of every buffer that an instruction writes."""
@@ -238,7 +252,7 @@ def _dtype_of_result(plan: Plan, step: Instruction, dtypes: dict[int, torch.dtyp
         return step.out.dtype
     if isinstance(step, Linear | GroupedLinear):
         return step.weight.dtype
-    if isinstance(step, PackedLinear | GroupedPackedLinear | Recurrent):
+    if isinstance(step, PackedLinear | GroupedPackedLinear | Recurrent | Exchange):
         return step.dtype
     return dtypes.get(step.source, plan.dtype) if isinstance(step, Gather) else plan.dtype
 

@@ -3,8 +3,9 @@
 Consecutive row operations on one domain are one launch, a ``RowFusion``: each reads its own row alone, so one program
 can compute a row through all of them, and results that nothing else reads never leave its registers. The append of keys
 and values joins the fusion before it, because it writes numbers of the same row. Linears, grouped linears, attention,
-recurrent ops and the choice of logit rows are launches of their own: their rows share weights, pages or states. Linears
-of one input, such as queries, keys and values, are one launch, a ``JointLinear``, if that leaves every result its bits.
+recurrent ops, the choice of logit rows and exchanges between ranks are launches of their own: their rows share weights,
+pages or states. Linears of one input, such as queries, keys and values, are one launch, a ``JointLinear``, if that
+leaves every result its bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from specdec_fast.program.plan.ir import (
     Recurrent,
     RowOp,
 )
-from specdec_fast.program.record.row_views import NotLowerableError
 from specdec_fast.triton_kernels.linear import MAX_WEIGHTS
 
 
@@ -58,15 +58,13 @@ class JointLinear(BufferUse):
         return [buffer for step in self.steps for buffer in step.writes]
 
 
-_Single = Linear | PackedLinear | GroupedLinear | GroupedPackedLinear | Attend | Recurrent | Gather
-Shared = _Single | JointLinear  # read weights, pages or states that rows share
+_Single = Linear | PackedLinear | GroupedLinear | GroupedPackedLinear | Attend | Recurrent | Gather | Exchange
+Shared = _Single | JointLinear  # read weights, pages or states that rows share, or numbers of other ranks
 PlannedLaunch = RowFusion | Shared
 
 
 def launches_of(plan: Plan) -> list[PlannedLaunch]:
     """Return the launches of a plan, in the order of its instructions."""
-    if any(isinstance(step, Exchange) for step in plan.instructions):
-        raise NotLowerableError("no launch exchanges numbers between the processes of a sharded model")
     groups: list[tuple[int, list[Instruction]]] = []  # domain, or -1 for an instruction that is no row operation
     for step in plan.instructions:
         domain = _domain(plan, step)
@@ -81,7 +79,7 @@ def launches_of(plan: Plan) -> list[PlannedLaunch]:
             fused = [step for step in steps if isinstance(step, RowOp | Append)]
             launches.append(fusion_of(plan, domain, fused, readers))
         else:
-            launches += _joined([step for step in steps if not isinstance(step, RowOp | Append | Exchange)])
+            launches += _joined([step for step in steps if not isinstance(step, RowOp | Append)])
     return launches
 
 

@@ -55,8 +55,9 @@ class Values(RowCode):
         return self.load(source, place)
 
     def _result(self, number: int, step: RowOp, at: tuple[Place, ...]) -> Expression:
-        if step.code == "embedding":
-            return self._rounded(self._embedding(number, step, at), step.out)
+        if step.code in ("embedding", "embedding_part"):
+            rows = self._embedding(number, step, at) if step.code == "embedding" else self._embedding_part(step, at)
+            return self._rounded(rows, step.out)
         if step.code in _OF_ROW:
             integer = self.line(f"tl.load({self.pointers.name(_OF_ROW[step.code])} + source)")
             return self._rounded(self.line(f"({integer.text} + {int(step.scalar)}).to(tl.float32)"), step.out)
@@ -81,14 +82,25 @@ class Values(RowCode):
         return self.combined("({0} - {3}) * {4} * {1} + {2}", [*values, *statistics])
 
     def _embedding(self, number: int, step: RowOp, at: tuple[Place, ...]) -> Expression:
-        table = step.inputs[0].source
-        assert isinstance(table, Tensor)
         if len(step.inputs) > 1:
             chosen = f"{self.at(step.inputs[1], at, number).text}.to(tl.int64)"
         else:
             ids = self.pointers.name("positions" if step.by_position else "token_ids")
             shift = f" + {int(step.scalar)}" if step.by_position and step.scalar else ""
             chosen = f"(tl.load({ids} + source){shift})"
+        return self._row_of_table(step, at, chosen)
+
+    def _embedding_part(self, step: RowOp, at: tuple[Place, ...]) -> Expression:
+        table = step.inputs[0].source
+        assert isinstance(table, Tensor)
+        chosen = self.line(f"tl.load({self.pointers.name('token_ids')} + source) - {int(step.scalar)}").text
+        is_here = self.line(f"({chosen} >= 0) & ({chosen} < {table.shape[0]})").text
+        numbers = self._row_of_table(step, at, self.line(f"tl.where({is_here}, {chosen}, 0)").text)
+        return self.line(f"tl.where({is_here}, {numbers.text}, 0.0)", numbers.axes)
+
+    def _row_of_table(self, step: RowOp, at: tuple[Place, ...], chosen: str) -> Expression:
+        table = step.inputs[0].source
+        assert isinstance(table, Tensor)
         first = self.line(f"{chosen} * {table.shape[1]}")
         index = self.index(at[0])
         mask = self.mask(index.axes)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from specdec_fast.host_calls import HostCall, host_calls_taken_by
 
 
 class Captured(NamedTuple):
@@ -39,6 +42,9 @@ class CudaCapture:
     PyTorch). On the stream that all users of ``torch.cuda.graph`` share, another user's graph could free the workspace
     of these graphs. For the same reason the graphs of one object must be destroyed together.
 
+    Calls of the host amid the work (``call_host``) divide it: a replay launches a graph, makes a call, launches the
+    next graph, and so on.
+
     Args:
         device: a CUDA device.
 
@@ -59,11 +65,28 @@ class CudaCapture:
         """
         with torch.cuda.device(self._device), _nothing_collected():
             self._warm_up(run)
-            graph = torch.cuda.CUDAGraph()
-            # "thread_local": other threads of the process may allocate meanwhile.
-            with torch.cuda.graph(graph, self._memory, stream=self._stream, capture_error_mode="thread_local"):
+            return self._recorded(run)
+
+    def _recorded(self, run: Run) -> Captured:
+        pieces: list[HostCall] = []
+        with ExitStack() as recording:
+
+            def begin() -> None:
+                graph = torch.cuda.CUDAGraph()
+                # "thread_local": other threads of the process may allocate meanwhile.
+                piece = torch.cuda.graph(graph, self._memory, stream=self._stream, capture_error_mode="thread_local")
+                recording.enter_context(piece)
+                pieces.append(graph.replay)
+
+            def divide(call: HostCall) -> None:  # the call is not made: what it reads has not been computed
+                recording.close()
+                pieces.append(call)
+                begin()
+
+            begin()
+            with host_calls_taken_by(divide):
                 output = run()
-        return Captured(graph.replay, output)
+        return Captured(pieces[0] if len(pieces) == 1 else partial(_in_turn, pieces), output)
 
     def _warm_up(self, run: Run) -> None:
         """Run twice: first to compile kernels and make handles, then to check that nothing waits for the device.
@@ -77,10 +100,26 @@ class CudaCapture:
             with torch.cuda.stream(self._stream):
                 run()
                 torch.cuda.set_sync_debug_mode("error")
-                run()
+                with host_calls_taken_by(_waiting):
+                    run()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
             current.wait_stream(self._stream)
+
+
+def _waiting(call: HostCall) -> None:
+    """Make a call that may wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _in_turn(pieces: list[HostCall]) -> None:
+    for piece in pieces:
+        piece()
 
 
 # Recorders of graphs by device type. CPUs have programs instead.

@@ -61,6 +61,7 @@ class Graphs(GraphStore):
         limits: the sizes of the largest buckets.
         choices: how tokens are chosen.
         why_not: why the model cannot have graphs; None: its code decides.
+        is_sharded: whether other processes record and replay the same graphs.
 
     Attributes:
         why_not: the reason why the model cannot have graphs; None if it can.
@@ -75,20 +76,24 @@ class Graphs(GraphStore):
         limits: Limits,
         choices: Choices,
         why_not: str | None = None,
+        is_sharded: bool = False,
     ) -> None:
-        super().__init__(capture, limits, why_not or _why_not(model))
+        super().__init__(capture, limits, why_not or _why_not(model), is_sharded)
         self._never = why_not
         self._model = model
         self._forward = forward
         self._choices = choices
         self._watch = Watch(model, ())
 
-    def expect_same_weights(self) -> None:
-        """Destroy the graphs if the model has changed since they were recorded in a way that they do not see."""
-        if self._watch.change() is not None:
-            self._graphs.clear()
-            self._watch = Watch(self._model, ())
-            self.why_not = self._never or _why_not(self._model)
+    def change(self) -> str | None:
+        """Return how the model has changed since they were recorded in a way that they do not see; None: it has not."""
+        return self._watch.change()
+
+    def record_again(self) -> None:
+        """Destroy the graphs of a model that has changed."""
+        self._graphs.clear()
+        self._watch = Watch(self._model, ())
+        self.why_not = self._never or _why_not(self._model)
 
     @torch.inference_mode()
     def forward(

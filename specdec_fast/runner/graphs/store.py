@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import Capture, Captured, Run
@@ -62,15 +63,17 @@ class GraphStore:
         capture: records what a call does.
         limits: the sizes of the largest buckets.
         why_not: the reason why there can be no graphs.
+        is_sharded: whether other processes record the same graphs.
 
     Attributes:
         why_not: the same, or why one could not be recorded; None if there can be graphs.
 
     """
 
-    def __init__(self, capture: Capture, limits: Limits, why_not: str | None = None) -> None:
+    def __init__(self, capture: Capture, limits: Limits, why_not: str | None = None, is_sharded: bool = False) -> None:
         self._capture = capture
         self._limits = limits
+        self._is_sharded = is_sharded
         self.why_not = why_not
         self._graphs: dict[Hashable, Recorded] = {}
         self._asked: set[Hashable] = set()
@@ -132,6 +135,8 @@ class GraphStore:
             recorded = Recorded(inputs, own, self._capture(run))
         except Exception as error:  # a model's own code may raise anything; PyTorch then runs its forwards
             self._graphs.clear()
+            if self._is_sharded and is_out_of_memory(error):  # the other processes may have memory, and record it
+                raise
             self.why_not = f"{type(error).__name__}: {error}"
             return None
         if recurrent is not None:
