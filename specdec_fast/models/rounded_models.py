@@ -28,6 +28,7 @@ from specdec_fast.models.quantized_linears import (
     refuse_saving,
 )
 from specdec_fast.models.replaced_functions import lock_of
+from specdec_fast.models.sharded import ConcatenatedLinear
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import A8, ROUNDINGS, Rounding, rounded
 
@@ -62,10 +63,9 @@ class WeightToRound:
         """Whether the parameter has an axis of experts."""
         return not isinstance(self.module, nn.Linear | Conv1D)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that it has when it is rounded."""
-        *experts, out_features, in_features = self._by_output(self.parameter).shape
+    def bytes_of(self, part: Tensor) -> int:
+        """Return the bytes that a part of the parameter has when it is rounded."""
+        *experts, out_features, in_features = self._by_output(part).shape
         return self.rounding.bytes_of(out_features, in_features, *experts)
 
     def rounded(self, weight: Tensor) -> PackedWeight:
@@ -105,7 +105,8 @@ def weights_to_round(model: PreTrainedModel, quantization: str, must_run: bool =
 
 def _rounding_of(model: PreTrainedModel, module: nn.Module, quantization: str) -> Rounding:
     rounding = ROUNDINGS[quantization]
-    if module is not model.get_output_embeddings():
+    output = model.get_output_embeddings()
+    if module is not (output.part if isinstance(output, ConcatenatedLinear) else output):
         return rounding
     return replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits))
 
@@ -117,9 +118,10 @@ def linears_to_keep(model: PreTrainedModel, linears: Mapping[str, nn.Linear | Co
     with an output for each expert. And narrow linears, with an output for 32 inputs or fewer outputs, which a model
     makes gates of, such as that of a shared expert.
     """
-    numbers = {
-        name.rpartition(".")[0]: len(getattr(module, entry_name(module))) for name, module in mixtures_of(model).items()
-    }
+    numbers = {}
+    for name, module in mixtures_of(model).items():
+        owner = name.removesuffix(".part").rpartition(".")[0]  # a sharded model has them in SummedExperts
+        numbers[owner] = len(getattr(module, entry_name(module)))
     found = set()
     for name, module in linears.items():
         num_outputs = module.bias.shape[0] if isinstance(module, Conv1D) else module.out_features
@@ -162,11 +164,13 @@ def _as_loaded(model: PreTrainedModel) -> AbstractContextManager[Any]:
     return lock
 
 
-# What may be asked of a weight that is quantised: products, rows if the embeddings are tied to it, and its properties.
+# What may be asked of a weight that is quantised: products, rows if the embeddings (or a rank's part of them) are tied
+# to it, and its properties.
 _KNOWN = (
     functional.linear,
     torch.addmm,
     functional.embedding,
+    torch.ops.specdec_fast.embedding_part,
     *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "ndim")),
 )
 
@@ -324,10 +328,13 @@ class RoundedWeights:
                 held.copy_(new)
 
 
-def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[list[Tensor], int]:
+def tensors_after_rounding(
+    model: PreTrainedModel, quantization: str, part_of: Callable[[Tensor], Tensor] | None = None
+) -> tuple[list[Tensor], int]:
     """Return the parameters and buffers that rounding leaves as they are, and the bytes of the rounded weights.
 
-    Raises ConfigError if weights are quantised already.
+    ``part_of`` returns the part of a parameter that is rounded, on the meta device; None: all of it. Raises ConfigError
+    if weights are quantised already.
     """
     expect_unquantised(model, "quantization", quantization)
     weights = weights_to_round(model, quantization)
@@ -338,4 +345,6 @@ def tensors_after_rounding(model: PreTrainedModel, quantization: str) -> tuple[l
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and (module, name) not in replaced
     ]
-    return kept, sum(each.num_bytes for each in weights)
+    parameters = [(each, getattr(each.module, each.attribute)) for each in weights]  # as the model has them, by id
+    rounded_bytes = sum(each.bytes_of(whole if part_of is None else part_of(whole)) for each, whole in parameters)
+    return kept, rounded_bytes

@@ -11,6 +11,7 @@ import copy
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, NotYetSupportedError
-from specdec_fast.models.quantized_linears import how_quantised_by
+from specdec_fast.models.experts import entry_name
+from specdec_fast.models.quantized_linears import how_quantised_by, weight_of
+from specdec_fast.quantization.rounding import A8
 from specdec_fast.ranks.exchange import Ranks, connected
 from specdec_fast.ranks.operations import ExchangingModule, embedding_part, number_of, rank_concatenate, rank_sum
 from specdec_fast.request.detokenizer import is_gguf
@@ -63,8 +66,11 @@ class ConcatenatedLinear(ExchangingModule):
         return self.part.weight
 
     def whole(self) -> nn.Linear:
-        """Return the linear with the weights of all ranks, each of which must make this call."""
-        weight = _gathered(self.part.weight, self._ranks, self._widths)
+        """Return the linear with the weights of all ranks, each of which must make this call.
+
+        Of rounded ones they are what the codes mean, in the dtype of the model.
+        """
+        weight = _gathered(weight_of(self.part).to(self.part.weight.dtype), self._ranks, self._widths)
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if (bias := self.part.bias) is not None:
@@ -172,24 +178,30 @@ def _styles_of(model: PreTrainedModel) -> dict[str, str]:
     return styles
 
 
-def bytes_of_rank(model: PreTrainedModel, tp_size: int) -> int:
-    """Return the bytes of the weights of the rank with most of them, of a whole model that would be sharded so.
+def first_parts(model: PreTrainedModel, tp_size: int) -> Callable[[Tensor], Tensor]:
+    """Return a function from a parameter or buffer of a whole model to the part of it that the first rank would have.
 
-    Raises NotYetSupportedError if there is no plan for the model.
+    The first rank has most. Parts are on the meta device. Raises NotYetSupportedError if there is no plan.
     """
     if not getattr(model, "tp_plan", None):
         raise _no_plan(tp_size, f"a {type(model).__name__}")
     axes: dict[int, int] = {}  # of each sharded parameter, the axis that is
     for name, style in _styles_of(model).items():
-        if style not in _LOCAL:
+        module: Any = model.get_submodule(name)
+        if style == "moe_tp_experts":  # every rank has the same part of all of them
+            of_outputs = 2 if module.is_transposed else 1
+            axes |= {id(getattr(module, entry_name(module))): of_outputs, id(module.down_proj): 3 - of_outputs}
+        elif style not in _LOCAL:
             axis = 1 if style == "rowwise" else 0
-            axes |= {id(weight): axis for weight in model.get_submodule(name).parameters() if weight.dim() > axis}
-    sizes = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        axis_size = tensor.shape[axes[id(tensor)]] if id(tensor) in axes else 0
-        part = -(-axis_size // tp_size) * (tensor.numel() // axis_size) if axis_size else tensor.numel()
-        sizes[id(tensor)] = part * tensor.itemsize
-    return sum(sizes.values())
+            axes |= {id(weight): axis for weight in module.parameters() if weight.dim() > axis}
+
+    def part_of(tensor: Tensor) -> Tensor:
+        sizes = list(tensor.shape)
+        if (axis := axes.get(id(tensor))) is not None:
+            sizes[axis] = -(-sizes[axis] // tp_size)
+        return torch.empty(sizes, dtype=tensor.dtype, device="meta")
+
+    return part_of
 
 
 class Exchanges(NamedTuple):
@@ -286,8 +298,11 @@ def expect_shardable(source: Any, config: EngineConfig, on_one_gpu: bool = False
             f"{setting}, but the target is a loaded {type(source).__name__}, whole in this process; pass its name or "
             "folder, so that every process loads its own part."
         )
-    if config.quantization is not None:
-        raise NotYetSupportedError(f"{setting} does not serve quantization={config.quantization!r} yet; leave one out.")
+    if config.quantization == A8:
+        raise NotYetSupportedError(
+            f"{setting} does not serve quantization={A8!r} yet, which needs a checkpoint with codes; leave one out, or "
+            "pass 'int8-a8' or 'int4-a8' with a checkpoint in bf16, fp16 or fp32."
+        )
     _expect_devices(setting, config, 1 if on_one_gpu else config.tp_size)
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f"{setting}: transformers needs accelerate to shard a model; pip install accelerate.")

@@ -19,7 +19,7 @@ from specdec_fast.models.probe import probe_of
 from specdec_fast.models.quantized_checkpoint import ModelCodes, fields_of_codes
 from specdec_fast.models.quantized_linears import PackedExperts, how_quantised, quantized_linears
 from specdec_fast.models.rounded_models import expect_whole_codes, tensors_after_rounding
-from specdec_fast.models.sharded import Exchanges, bytes_of_rank, exchanges_of, expect_divisible_heads
+from specdec_fast.models.sharded import Exchanges, exchanges_of, expect_divisible_heads, first_parts
 from specdec_fast.ops import Ops, resolve
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.quantization.packed_weight import PackedWeight
@@ -69,7 +69,7 @@ def checkpoint_sizes(
     if tp_size > 1:
         expect_divisible_heads(model.config, tp_size)
     return CheckpointSizes(
-        bytes_of_rank(model, tp_size) if tp_size > 1 else _weights_bytes(model, quantization),
+        _bytes_of_rank(model, quantization, tp_size) if tp_size > 1 else _weights_bytes(model, quantization),
         layout.bytes_per_token // tp_size,
         config.vocab_size * layout.dtype.itemsize,
         estimated_row_bytes(model, layout.dtype.itemsize),
@@ -87,6 +87,17 @@ def _weights_bytes(model: PreTrainedModel, quantization: str | None) -> int:
         return bytes_of(weights_of(model))
     kept, rounded_bytes = tensors_after_rounding(model, quantization)
     return bytes_of(kept) + rounded_bytes
+
+
+def _bytes_of_rank(model: PreTrainedModel, quantization: str | None, tp_size: int) -> int:
+    """Return the bytes of the weights of the rank with most of them."""
+    part_of = first_parts(model, tp_size)
+    tensors = [*model.parameters(), *model.buffers()]
+    rounded_bytes = 0
+    if quantization is not None:
+        tensors, rounded_bytes = tensors_after_rounding(model, quantization, part_of)
+    distinct = {id(tensor): tensor for tensor in tensors}.values()
+    return sum(part_of(tensor).nbytes for tensor in distinct) + rounded_bytes
 
 
 def copy_sizes(source: Any, dtype: torch.dtype | None, quantization: str) -> CheckpointSizes:

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import NotYetSupportedError, RankError, SpecDecError
+from specdec_fast.freed_memory import return_freed_memory
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
+from specdec_fast.models.rounded_models import round_weights
 from specdec_fast.models.sharded import expect_shardable, sharded_copy
 from specdec_fast.ops import resolve
 from specdec_fast.ranks.exchange import ABORTED, Ranks
@@ -49,7 +51,7 @@ def load_target(
         source,
         config.dtype,  # type: ignore[arg-type]
         config.device,  # type: ignore[arg-type]
-        quantization=config.quantization,
+        quantization=config.quantization if connect is None else None,
         tp_size=config.tp_size,
     )
     weight = next(model.parameters())
@@ -59,6 +61,9 @@ def load_target(
         if connect is not None:
             model, ranks = sharded_copy(model, shares_weights=False)
             connect(ranks)
+            if config.quantization is not None:
+                round_weights(model, config.quantization)
+                return_freed_memory()
         target = RaggedModel(model, ops, config.page_size, config.enforce_eager, most_draft_tokens, ranks)
         if config.deterministic:
             make_deterministic(target)

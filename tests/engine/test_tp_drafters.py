@@ -70,8 +70,10 @@ def test_other_drafters_emit_the_bits_of_plain_decoding(tmp_path, drafter, kind,
 
 
 @pytest.mark.grid
-def test_mtp_layers_in_the_checkpoint_of_the_target(tmp_path):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_mtp_layers_in_the_checkpoint_of_the_target(tmp_path, quantization):
+    """They borrow its output layer, of which each rank has a part, rounded or not."""
     pytest.importorskip("accelerate")
     Case("qwen3").write(tmp_path, "mimo")  # without ends of its own, so it takes those of the target
-    with engine_of(str(tmp_path), "mtp") as engine:
+    with engine_of(str(tmp_path), "mtp", quantization=quantization) as engine:
         expect_bits_of_plain_decoding(engine)
