@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from specdec_fast.errors import ConfigError
+from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.models.parameter_shapes import other_shapes
 from specdec_fast.models.quantized_checkpoint import config_with_codes
 from specdec_fast.models.quantized_linears import how_quantised_by, refuse_saving
@@ -47,6 +48,7 @@ def load_model(
     Raises ConfigError if there is no such model or device; if files are damaged, weights are missing or have other
     shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
     weights, is in training mode, or is spread over devices; or if a draft is sharded over processes.
+    NotYetSupportedError if ``tp_size`` cannot divide the codes of a checkpoint.
     """
     setting = "draft_quantization" if role == "draft" else "quantization"
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
@@ -81,10 +83,19 @@ def load_model(
             ignore_mismatched_sizes=True,  # they become an error that names them
         )
         model = (model if tp_size > 1 else model.to(device)).eval()
+    except NotYetSupportedError:
+        raise
     except Exception as error:  # no such model, damaged files, no memory; every reader raises errors of its own
         reason = why_unreadable(error)
         missing = "" if Path(name).exists() else " (there is no such folder)"
         raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from cause_shown(error)
+    _expect_complete(name, model, info)
+    if quantization == A8:
+        round_rows(model, setting)
+    return refuse_saving(model)
+
+
+def _expect_complete(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     if mismatched := list(info["mismatched_keys"]):
         raise ConfigError(f"{name!r} has {other_shapes(mismatched)}")
     if absent := sorted(info["missing_keys"]):  # transformers would leave them random
@@ -92,9 +103,6 @@ def load_model(
             f"{name!r} lacks weights of {type(model).__name__}: {', '.join(absent[:3])} ({len(absent)} in all); take a "
             "complete checkpoint, or correct its config."
         )
-    if quantization == A8:
-        round_rows(model, setting)
-    return refuse_saving(model)
 
 
 def _from_gguf(

@@ -17,6 +17,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.codes_of_rank import CodesOfRank
 from specdec_fast.models.expert_codes import experts_with_codes
 from specdec_fast.models.parameter_shapes import ParameterShapes
 from specdec_fast.models.quantized_linears import QuantizedLinear
@@ -110,11 +111,15 @@ class ModelCodes:
     def place(self, model: PreTrainedModel, only_sizes: bool = False) -> None:
         """Give the model modules with the codes, one after the other; with ``only_sizes`` codes on the meta device.
 
-        Raises ConfigError, which names file and tensor, if one cannot be read.
+        Of a sharded model they have this rank's part of the codes. Raises ConfigError, which names file and tensor, if
+        one cannot be read; NotYetSupportedError if the codes cannot be divided as the plan says.
         """
+        of_rank = CodesOfRank(model)
+        of_rank.expect_no_experts([each.module for each in self._experts])
         for name, module in list(model.named_modules()):
             if isinstance(module, _Awaited):
-                model.set_submodule(name, self._linear(name, module, model.dtype, only_sizes))
+                linear = self._linear(name, module, model.dtype, only_sizes)
+                model.set_submodule(name, of_rank.part(name, linear))
         for each in self._experts:
             each.place(each.read(self._files, self._quantization, only_sizes), model)
 

@@ -22,14 +22,14 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.models.experts import entry_name
-from specdec_fast.models.quantized_linears import how_quantised_by, weight_of
-from specdec_fast.quantization.rounding import A8
+from specdec_fast.models.quantized_linears import PackedModule, QuantizedLinear, how_quantised_by, weight_of
+from specdec_fast.quantization.checkpoint.config import READABLE
 from specdec_fast.ranks.exchange import Ranks, connected
 from specdec_fast.ranks.operations import ExchangingModule, embedding_part, number_of, rank_concatenate, rank_sum
 from specdec_fast.request.detokenizer import is_gguf
 
 # Styles of a plan that change nothing in a forward: they distribute gradients, or keep whole parameters.
-_LOCAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate")
+LOCAL_STYLES = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate")
 _CONCATENATED = ("colwise_gather_output", "colwise_rep")
 _COLUMNS = 256  # of a weight that are gathered at a time
 _connections: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()  # by process group
@@ -38,10 +38,10 @@ _connections: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()  # by process 
 class SummedLinear(ExchangingModule):
     """A linear of which every rank has some inputs: the sum over the ranks, then the bias."""
 
-    def __init__(self, part: nn.Linear, ranks: int) -> None:
+    def __init__(self, part: nn.Linear | QuantizedLinear, ranks: int) -> None:
         super().__init__()
         self.bias = part.bias
-        part.register_parameter("bias", None)
+        part.bias = None
         self.part = part
         self._ranks = ranks
 
@@ -54,7 +54,7 @@ class SummedLinear(ExchangingModule):
 class ConcatenatedLinear(ExchangingModule):
     """A linear of which every rank has some outputs, and all ranks need all of them."""
 
-    def __init__(self, part: nn.Linear, ranks: int, widths: list[int]) -> None:
+    def __init__(self, part: nn.Linear | QuantizedLinear, ranks: int, widths: list[int]) -> None:
         super().__init__()
         self.part = part
         self._ranks = ranks
@@ -142,8 +142,8 @@ def sharded_copy(model: PreTrainedModel, shares_weights: bool = True) -> tuple[P
     """
     mesh = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
     expect_divisible_heads(model.config, mesh.size())
-    styles = _styles_of(model)
-    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    styles = styles_of(model)
+    group = group_of(mesh)
     # `widths` of sharded outputs are known to all ranks, because PyTorch's rule for uneven shards is
     ranks = _connections.get(group) or _connections.setdefault(group, connected(group, model.device))
     number = number_of(ranks)
@@ -167,7 +167,12 @@ def sharded_copy(model: PreTrainedModel, shares_weights: bool = True) -> tuple[P
     return own_model, ranks
 
 
-def _styles_of(model: PreTrainedModel) -> dict[str, str]:
+def group_of(mesh: Any) -> Any:
+    """Return the process group over which a mesh shards a model's tensors."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def styles_of(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of every module that the plan names."""
     plan = model.tp_plan
     styles = {}
@@ -186,14 +191,15 @@ def first_parts(model: PreTrainedModel, tp_size: int) -> Callable[[Tensor], Tens
     if not getattr(model, "tp_plan", None):
         raise _no_plan(tp_size, f"a {type(model).__name__}")
     axes: dict[int, int] = {}  # of each sharded parameter, the axis that is
-    for name, style in _styles_of(model).items():
+    for name, style in styles_of(model).items():
         module: Any = model.get_submodule(name)
         if style == "moe_tp_experts":  # every rank has the same part of all of them
             of_outputs = 2 if module.is_transposed else 1
             axes |= {id(getattr(module, entry_name(module))): of_outputs, id(module.down_proj): 3 - of_outputs}
-        elif style not in _LOCAL:
+        elif style not in LOCAL_STYLES:
             axis = 1 if style == "rowwise" else 0
-            axes |= {id(weight): axis for weight in module.parameters() if weight.dim() > axis}
+            tensors = [*module.parameters(), *(module.packed.of_panels if isinstance(module, PackedModule) else [])]
+            axes |= {id(tensor): axis for tensor in tensors if tensor.dim() > axis}
 
     def part_of(tensor: Tensor) -> Tensor:
         sizes = list(tensor.shape)
@@ -214,7 +220,7 @@ class Exchanges(NamedTuple):
 def exchanges_of(model: PreTrainedModel, tp_size: int) -> Exchanges:
     """Return the exchanges of a whole model that would be sharded so."""
     widths = []
-    for name, style in _styles_of(model).items():
+    for name, style in styles_of(model).items():
         module: Any = model.get_submodule(name)
         if style == "embedding_rowwise":
             widths.append(module.embedding_dim)
@@ -223,7 +229,7 @@ def exchanges_of(model: PreTrainedModel, tp_size: int) -> Exchanges:
         elif style == "moe_tp_experts":
             widths.append(model.config.get_text_config(decoder=True).hidden_size)
         elif style in _CONCATENATED:
-            widths.append(_parts(module.out_features, tp_size)[0])
+            widths.append(parts_of(module.out_features, tp_size)[0])
     return Exchanges(len(widths), sum(widths) * model.dtype.itemsize)
 
 
@@ -234,14 +240,14 @@ def _no_plan(tp_size: int, models: str) -> NotYetSupportedError:
 
 
 def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[int, int]) -> nn.Module:
-    if style in _LOCAL:
+    if style in LOCAL_STYLES:
         return module
     if style == "embedding_rowwise" and type(module) is nn.Embedding:
-        counts = _parts(sizes[id(module.weight)], ranks.size)
+        counts = parts_of(sizes[id(module.weight)], ranks.size)
         return SummedEmbedding(module, number, counts, sum(counts[: ranks.rank]))
     if style == "moe_tp_experts" and not getattr(module, "has_bias", False):
         return SummedExperts(module, number)
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear or isinstance(module, QuantizedLinear):
         weight = module.weight
         if style == "rowwise":
             module.in_features = weight.shape[1]
@@ -251,14 +257,14 @@ def _replaced(module: Any, style: str, ranks: Ranks, number: int, sizes: dict[in
             return module
         if style in _CONCATENATED:
             module.out_features = weight.shape[0]
-            return ConcatenatedLinear(module, number, _parts(sizes[id(weight)], ranks.size))
+            return ConcatenatedLinear(module, number, parts_of(sizes[id(weight)], ranks.size))
     raise NotYetSupportedError(
         f"the tensor-parallel plan gives a {type(module).__name__} the style {style!r}, which is not served; load the "
         "model on one device, or with a plan without it."
     )
 
 
-def _parts(size: int, num_ranks: int) -> list[int]:
+def parts_of(size: int, num_ranks: int) -> list[int]:
     """Return how many of ``size`` rows each rank has: PyTorch's rule, by which the last ones may have fewer."""
     most = -(-size // num_ranks)
     return [max(0, min(most, size - rank * most)) for rank in range(num_ranks)]
@@ -298,11 +304,6 @@ def expect_shardable(source: Any, config: EngineConfig, on_one_gpu: bool = False
             f"{setting}, but the target is a loaded {type(source).__name__}, whole in this process; pass its name or "
             "folder, so that every process loads its own part."
         )
-    if config.quantization == A8:
-        raise NotYetSupportedError(
-            f"{setting} does not serve quantization={A8!r} yet, which needs a checkpoint with codes; leave one out, or "
-            "pass 'int8-a8' or 'int4-a8' with a checkpoint in bf16, fp16 or fp32."
-        )
     _expect_devices(setting, config, 1 if on_one_gpu else config.tp_size)
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f"{setting}: transformers needs accelerate to shard a model; pip install accelerate.")
@@ -312,7 +313,7 @@ def expect_shardable(source: Any, config: EngineConfig, on_one_gpu: bool = False
         of_model = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception:  # loading says what is wrong with it
         return
-    if (how := how_quantised_by(of_model)) is not None:
+    if (how := how_quantised_by(of_model)) is not None and how not in READABLE:
         raise NotYetSupportedError(f"{setting} does not serve checkpoints quantised by {how} yet; leave it out.")
     if not getattr(of_model.get_text_config(decoder=True), "base_model_tp_plan", None):
         raise _no_plan(config.tp_size, f"models of type {of_model.model_type!r}")

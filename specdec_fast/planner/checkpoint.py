@@ -94,7 +94,9 @@ def _bytes_of_rank(model: PreTrainedModel, quantization: str | None, tp_size: in
     part_of = first_parts(model, tp_size)
     tensors = [*model.parameters(), *model.buffers()]
     rounded_bytes = 0
-    if quantization is not None:
+    if quantization == A8:
+        expect_whole_codes(model, "quantization")
+    elif quantization is not None:
         tensors, rounded_bytes = tensors_after_rounding(model, quantization, part_of)
     distinct = {id(tensor): tensor for tensor in tensors}.values()
     return sum(part_of(tensor).nbytes for tensor in distinct) + rounded_bytes

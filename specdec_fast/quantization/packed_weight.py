@@ -85,6 +85,11 @@ class PackedWeight:
         return [each for name in TENSORS if (each := getattr(self, name)) is not None]
 
     @property
+    def of_panels(self) -> list[Tensor]:
+        """Those with an axis of panels, then one of blocks or groups: all but the table."""
+        return [each for name in ("codes", *OF_GROUPS) if (each := getattr(self, name)) is not None]
+
+    @property
     def nbytes(self) -> int:
         """The bytes that it holds."""
         return sum(each.nbytes for each in self.tensors)
@@ -198,6 +203,25 @@ def codes_of(weight: PackedWeight) -> Tensor:
         parts = torch.stack([parts & 15, parts >> 4], dim=-2)
     lanes = parts.reshape(panels * PANEL, num_blocks * weight.block_size)
     return lanes[: weight.out_features, : weight.in_features]
+
+
+def part_of(weight: PackedWeight, outputs: slice, inputs: slice) -> PackedWeight:
+    """Return some outputs and inputs of a weight, with the same codes and scales.
+
+    Raises ValueError if a boundary of the inputs lies within a group, unless all of them do, or if scales have two
+    levels.
+    """
+    size = weight.group_size
+    first, last = inputs.start // size, (inputs.stop - 1) // size
+    is_cut = inputs.start % size or (inputs.stop % size and inputs.stop != weight.in_features)
+    if is_cut and first != last:
+        raise ValueError(f"inputs {inputs.start} to {inputs.stop} are not whole groups of {size}")
+    if weight.super_scales is not None:
+        raise ValueError("its scales have two levels")
+    scales, mins = (None if each is None else each[outputs, first : last + 1] for each in scales_of(weight))
+    assert scales is not None
+    codes = codes_of(weight)[outputs, inputs]
+    return pack(codes, scales, mins, weight.table, size, weight.kind, weight.rounds_rows)
 
 
 def values_of(weight: PackedWeight) -> Tensor:

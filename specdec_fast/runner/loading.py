@@ -18,6 +18,7 @@ from specdec_fast.models.probe import named_failures
 from specdec_fast.models.rounded_models import round_weights
 from specdec_fast.models.sharded import expect_shardable, sharded_copy
 from specdec_fast.ops import resolve
+from specdec_fast.quantization.rounding import ROUNDINGS
 from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
 from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, first_gpu, join_group, leave_group
@@ -47,11 +48,12 @@ def load_target(
         ConfigError, UnsupportedModelError, BackendError, DeterminismError: see ``Engine``.
 
     """
+    rounds_parts = connect is not None and config.quantization in ROUNDINGS
     model = load_model(
         source,
         config.dtype,  # type: ignore[arg-type]
         config.device,  # type: ignore[arg-type]
-        quantization=config.quantization if connect is None else None,
+        quantization=None if rounds_parts else config.quantization,
         tp_size=config.tp_size,
     )
     weight = next(model.parameters())
@@ -61,7 +63,8 @@ def load_target(
         if connect is not None:
             model, ranks = sharded_copy(model, shares_weights=False)
             connect(ranks)
-            if config.quantization is not None:
+            if rounds_parts:
+                assert config.quantization is not None
                 round_weights(model, config.quantization)
                 return_freed_memory()
         target = RaggedModel(model, ops, config.page_size, config.enforce_eager, most_draft_tokens, ranks)

@@ -30,8 +30,10 @@ from specdec_fast.runner.follower import Follower
 from specdec_fast.runner.graphs.store import GraphSpec, GraphStore
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.model_memory import bytes_of, weights_of
+from support.checkpoint_codes import write_with_codes
 from support.graph_follower import ranks_as_on_gpus
 from support.graphs import LIMITS
+from support.grids import grid
 from support.scripted_trees import RandomTrees
 from support.tp_size import PROMPTS, SIZES, engine_of, params_of, plainly, saved, together
 
@@ -218,6 +220,57 @@ def test_rounded_parts_have_the_codes_of_one_process(tmp_path):
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
+def written_with_codes(folder, name, **sizes):
+    """Write a target with codes, whose inputs two ranks divide into whole groups of 32."""
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128} | sizes
+    torch.manual_seed(0)
+    write_with_codes(folder, Qwen3ForCausalLM(Qwen3Config(**sizes)), name)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    grid(
+        {
+            "int4": ("int4", {}),
+            "int8, eagerly": ("int8", {"enforce_eager": True}),
+            "fp8": ("fp8-blocks", {}),
+            "gptq": ("gptq", {"quantization": "a8"}),
+            "awq": ("awq", {"dtype": "bfloat16"}),
+        },
+        keep=["gptq"],
+    ),
+)
+def test_each_rank_keeps_its_part_of_a_checkpoints_codes(checkpoint, tmp_path):
+    pytest.importorskip("accelerate")
+    name, settings = checkpoint
+    folder = written_with_codes(tmp_path, name)
+    settings = {"dtype": "float32"} | settings
+    first = []
+    for tp_size in (1, 2):
+        with engine_of(folder, RandomTrees([]), tp_size, **settings) as engine:
+            found = expect_bits_of_plain_decoding(engine) if tp_size == 2 else plainly(engine)
+            first.append([logprobs[0] for _, logprobs in found])
+            sizes = checkpoint_sizes(folder, engine.target.layout.dtype, settings.get("quantization"), tp_size)
+            assert bytes_of(weights_of(engine.target.model)) == sizes.weights
+    assert first[0] == pytest.approx(first[1], abs=1e-4 if settings["dtype"] == "float32" else 0.1)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("name", "sizes", "why"),
+    [
+        ("gptq-act-order", {}, r"its inputs have another order \(desc_act\), and the plan divides them"),
+        ("int4", {"intermediate_size": 96}, "inputs 0 to 48 are not whole groups of 32"),
+    ],
+)
+def test_codes_that_cannot_be_divided(name, sizes, why, tmp_path):
+    pytest.importorskip("accelerate")
+    folder = written_with_codes(tmp_path, name, **sizes)
+    with pytest.raises(sd.NotYetSupportedError, match=f"tp_size does not serve the codes of model.layers.*: {why}"):
+        engine_of(folder, None)
+
+
 def aborted(*_):
     raise RuntimeError(ABORTED)
 
@@ -333,7 +386,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "error"),
         [
-            ({"quantization": "a8"}, sd.NotYetSupportedError),
             ({"device": "cuda:1"}, sd.ConfigError),
         ],
     )

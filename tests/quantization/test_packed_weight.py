@@ -13,7 +13,9 @@ from specdec_fast.quantization.packed_weight import (
     codes_of,
     dequantized,
     pack,
+    part_of,
     scales_of,
+    with_super_scales,
 )
 from specdec_fast.quantization.rounding import ROUNDINGS, rounded
 
@@ -36,6 +38,26 @@ def test_codes_and_scales_come_back(shape, group_size, kind):
     weight = pack(codes, scales, scales * 2, table, group_size, kind)
     assert torch.equal(codes_of(weight), codes)
     assert all(map(torch.equal, scales_of(weight), (scales, scales * 2)))
+
+
+@pytest.mark.parametrize("kind", [INT8, TABLE])
+def test_a_part_has_the_weights_of_its_outputs_and_inputs(kind):
+    codes = torch.randint(0, 16, (70, 100), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    table = numbers(16) if kind == TABLE else None
+    weight = pack(codes, numbers(70, 4), numbers(70, 4, seed=1), table, 32, kind)
+    for outputs, inputs in (
+        (slice(5, 40), slice(0, 100)),
+        (slice(0, 70), slice(64, 100)),
+        (slice(3, 4), slice(40, 60)),
+    ):
+        part = part_of(weight, outputs, inputs)
+        assert torch.equal(dequantized(part), dequantized(weight)[outputs, inputs])
+    for inputs in (slice(0, 48), slice(48, 100), slice(16, 64)):
+        with pytest.raises(ValueError, match="not whole groups of 32"):
+            part_of(weight, slice(0, 70), inputs)
+    eight = pack(codes, numbers(70, 4).to(torch.int8), None, None, 32, INT8)
+    with pytest.raises(ValueError, match="two levels"):
+        part_of(with_super_scales(eight, numbers(70, 1).half(), None), slice(0, 70), slice(0, 100))
 
 
 def test_the_layout_is_that_of_the_documentation():
