@@ -47,7 +47,8 @@ class CodesOfRank:
             raise _not_served(name, f"the plan gives it the style {style!r}")
         if style == "rowwise" and linear.permutation is not None:
             raise _not_served(name, "its inputs have another order (desc_act), and the plan divides them")
-        outputs, inputs = slice(0, linear.out_features), slice(0, linear.in_features)
+        outputs = slice(0, linear.out_features)
+        inputs = slice(0, linear.in_features)
         bias: Tensor | None = linear.bias
         if style == "colwise":
             outputs = self._own(linear.out_features)

@@ -212,7 +212,8 @@ def part_of(weight: PackedWeight, outputs: slice, inputs: slice) -> PackedWeight
     levels.
     """
     size = weight.group_size
-    first, last = inputs.start // size, (inputs.stop - 1) // size
+    first = inputs.start // size
+    last = (inputs.stop - 1) // size
     is_cut = inputs.start % size or (inputs.stop % size and inputs.stop != weight.in_features)
     if is_cut and first != last:
         raise ValueError(f"inputs {inputs.start} to {inputs.stop} are not whole groups of {size}")
