@@ -194,8 +194,7 @@ class PagePool:
         KVCacheAllocationError if there is no memory for the larger pool, or for state slots of ``num_owners`` owners;
         this pool's owners keep what they have then.
         """
-        if self.states is not None and self.states.num_slots <= num_owners:
-            self._add_places(num_owners + 1 - self.states.num_slots)
+        self.have_slots(num_owners + 1)
         if num_tokens <= self.num_tokens:
             return self
         # without states: the larger pool takes this one's
@@ -213,9 +212,18 @@ class PagePool:
         pool._free_places = self._free_places
         pool.tables = self.tables
         pool.slots = self.slots
-        pool.states = self.states
-        pool.pages = pool.pages._replace(states=self.pages.states)
+        pool.take_states(self)
         return pool
+
+    def have_slots(self, num_slots: int) -> None:
+        """Let there be so many state slots, if the model has recurrent layers."""
+        if self.states is not None and self.states.num_slots < num_slots:
+            self._add_places(num_slots - self.states.num_slots)
+
+    def take_states(self, source: PagePool) -> None:
+        """Take the state slots of a pool that is not used any more."""
+        self.states = source.states
+        self.pages = self.pages._replace(states=source.pages.states)
 
     def copy_pages(self, source: PagePool) -> None:
         """Copy the entries of all pages of a smaller pool into the same pages."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding
+from specdec_fast.batch.recurrent_batch import RecurrentBatch
 
 
 class LoadTarget(NamedTuple):
@@ -44,16 +45,18 @@ class Failure(NamedTuple):
 
 
 class MakePool(NamedTuple):
-    """Allocate pages for ``num_tokens`` positions. Answered: None, or the failure."""
+    """Allocate pages for ``num_tokens`` positions, and the first state slots. Answered: None, or the failure."""
 
     pool: int
     num_tokens: int
     page_size: int
     row_padding: RowPadding
+    has_states: bool  # whether it has state slots of its own; a larger pool takes those of the one that it replaces
+    most_draft_tokens: int  # for which a slot has room
 
 
 class CopyPages(NamedTuple):
-    """Copy all pages of a pool into the first pages of a larger one."""
+    """Copy all pages of a pool into the first pages of a larger one, which takes its state slots."""
 
     source: int
     destination: int
@@ -71,6 +74,7 @@ class ComputeForward(NamedTuple):
     pool: int
     batch: dict[str, Any]  # from ``packed``
     logit_rows: np.ndarray | None
+    num_slots: int  # of states, which the pool of rank 0 has; 0 without recurrent layers
     has_taps: bool  # whether rank 0 takes the hidden states of its taps
 
 
@@ -105,16 +109,25 @@ class Restart(NamedTuple):
 
 
 def packed(batch: RaggedBatch) -> dict[str, Any]:
-    """Return a batch without recurrent rows for a message: arrays in place of tensors."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    if values["cu_seqlens_q"] is values["cu_seqlens"]:
+    """Return a batch for a message: arrays in place of tensors."""
+    values = _arrays_of(batch)
+    if batch.cu_seqlens_q is batch.cu_seqlens:
         del values["cu_seqlens_q"]
+    if batch.recurrent is not None:
+        values["recurrent"] = _arrays_of(batch.recurrent)
+    return values
+
+
+def _arrays_of(batch: RaggedBatch | RecurrentBatch) -> dict[str, Any]:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def unpacked(values: dict[str, Any], device: torch.device) -> RaggedBatch:
     """Return the batch of which ``packed`` made ``values``."""
     values = {name: on_device(value, device) for name, value in values.items()}
+    if (recurrent := values["recurrent"]) is not None:
+        values["recurrent"] = RecurrentBatch(**{name: on_device(each, device) for name, each in recurrent.items()})
     return RaggedBatch(**{"cu_seqlens_q": values["cu_seqlens"]} | values)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from threading import Thread
 from time import sleep
@@ -91,10 +92,12 @@ class Follower:
         device = target.layout.device
         if isinstance(message, ComputeForward):
             batch = unpacked(message.batch, device)
+            pool = self._pools[message.pool]
+            pool.have_slots(message.num_slots)
             logit_rows = on_device(message.logit_rows, device)
             # nobody reads them, but the same graphs are needed as in rank 0
             hidden_states = target.empty_hidden_states(len(batch.token_ids)) if message.has_taps else None
-            target.forward(batch, self._pools[message.pool], logit_rows, hidden_states)
+            target.forward(batch, pool, logit_rows, hidden_states)
         elif isinstance(message, UseTaps):
             target.use_taps(message.ids)
         elif isinstance(message, UseGraphs):
@@ -103,9 +106,13 @@ class Follower:
             whole_end(target.model, message.is_output)
         elif isinstance(message, MakePool):
             sizes = (message.num_tokens, message.page_size, message.row_padding)
-            self._pools[message.pool] = PagePool(target.layout, *sizes)
+            states = target.layout.states if message.has_states else ()
+            layout = replace(target.layout, states=states, most_draft_tokens=message.most_draft_tokens)
+            self._pools[message.pool] = PagePool(layout, *sizes)
         elif isinstance(message, CopyPages):
-            self._pools[message.destination].copy_pages(self._pools[message.source])
+            larger = self._pools[message.destination]
+            larger.copy_pages(self._pools[message.source])
+            larger.take_states(self._pools[message.source])
         elif isinstance(message, DropPools):
             for number in message.pools:
                 self._pools.pop(number, None)

@@ -66,7 +66,8 @@ class Leader(PoolCopies):
         """
         logit_rows, hidden_states = given
         rows = None if logit_rows is None else logit_rows.cpu().numpy()
-        message = ComputeForward(self._numbers[pool], packed(batch), rows, hidden_states is not None)
+        num_slots = 0 if pool.states is None else pool.states.num_slots
+        message = ComputeForward(self._numbers[pool], packed(batch), rows, num_slots, hidden_states is not None)
         result: Tensor = self.together(message, partial(forward, batch, pool, *given))
         return result
 
@@ -87,7 +88,9 @@ class Leader(PoolCopies):
 
     def allocate(self, pool: PagePool) -> None:
         number = next(self._next_number)
-        self._send(MakePool(number, pool.num_tokens, pool.page_size, pool.row_padding))
+        layout = pool.layout
+        of_states = (bool(layout.states), layout.most_draft_tokens)
+        self._send(MakePool(number, pool.num_tokens, pool.page_size, pool.row_padding, *of_states))
         for rank, failure in enumerate(self.workers.answers(), start=1):
             if failure is not None:
                 self._dropped.append(number)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
-from specdec_fast.errors import NotYetSupportedError, RankError, SpecDecError
+from specdec_fast.errors import RankError, SpecDecError
 from specdec_fast.freed_memory import return_freed_memory
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
@@ -126,11 +126,6 @@ def _loaded(
     own = Loaded(target.has_program, target.row_padding)
     if any(answer != own for answer in answers):
         raise RankError(f"the ranks of the target run it in different ways: {[own, *answers]}.")
-    if target.layout.states:
-        raise NotYetSupportedError(
-            f"tp_size={config.tp_size}, but {target.name} has recurrent layers, whose states are not sharded; leave "
-            "it out."
-        )
     return target
 
 

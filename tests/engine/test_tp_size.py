@@ -34,6 +34,8 @@ from support.checkpoint_codes import write_with_codes
 from support.graph_follower import ranks_as_on_gpus
 from support.graphs import LIMITS
 from support.grids import grid
+from support.recurrent_models import recurrent_model
+from support.scripted_drafter import Scripted
 from support.scripted_trees import RandomTrees
 from support.tp_size import PROMPTS, SIZES, engine_of, params_of, plainly, saved, together
 
@@ -147,6 +149,17 @@ def exchanges_of_a_row(engine, monkeypatch):
     return len(sent), sum(sent)
 
 
+@pytest.mark.grid
+def test_all_ranks_replay_graphs_of_recurrent_layers(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    ranks_as_on_gpus(monkeypatch)
+    recurrent_model("qwen3.5", num_key_value_heads=2).save_pretrained(tmp_path)
+    with engine_of(str(tmp_path), "ngram", prefix_cache=False) as engine:
+        expected = plainly(engine)
+        assert together(engine) == expected
+        assert engine.describe()["graphs_captured"] > 1
+
+
 def test_all_ranks_replay_graphs(folder, monkeypatch):
     """As on GPUs: the ranks record the same forwards at the same time, or they would wait for each other."""
     ranks_as_on_gpus(monkeypatch)
@@ -218,6 +231,38 @@ def test_rounded_parts_have_the_codes_of_one_process(tmp_path):
         with engine_of(folder, None, tp_size, dtype="float32", quantization="int4", num_draft_tokens=0) as engine:
             found.append([logprobs[0] for _, logprobs in together(engine)])
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    grid(
+        {
+            "qwen3-next": ("qwen3-next", {"dtype": "bfloat16"}),
+            "qwen3.5": ("qwen3.5", {"enforce_eager": True}),
+            "jamba": ("jamba", {}),
+            "nemotron-h": ("nemotron-h", {}),
+        },
+        keep=["qwen3-next"],
+    ),
+)
+def test_every_rank_has_the_states_of_recurrent_layers(family, tmp_path):
+    """Slots grow with the sequences, and the larger pool takes them."""
+    pytest.importorskip("accelerate")
+    name, settings = family
+    recurrent_model(name, num_key_value_heads=2).save_pretrained(tmp_path)
+    texts = []
+
+    def script(sequence, limit):  # some of it is rejected
+        text = next((text for text in texts if text[: sequence.length] == sequence.token_ids), None)
+        drafted = [] if text is None else text[sequence.length : sequence.length + limit]
+        return [token if i % 5 else token ^ 1 for i, token in enumerate(drafted, start=sequence.length)]
+
+    with engine_of(str(tmp_path), Scripted(script), prefix_cache=False, **settings) as engine:
+        expected = plainly(engine)
+        texts += [[*prompt, *tokens] for prompt, (tokens, _) in zip(PROMPTS, expected, strict=True)]
+        assert together(engine) == expected
+        counts = engine.last_run.decoding
+        assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
 
 
 def written_with_codes(folder, name, **sizes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -142,17 +143,17 @@ _SCALE = 6
 _SCALE_OF_SOME = 3
 
 
-def recurrent_config(family: str) -> PreTrainedConfig:
-    """Return the config of a tiny model."""
+def recurrent_config(family: str, **changed: Any) -> PreTrainedConfig:
+    """Return the config of a tiny model, with some sizes changed."""
     kind, sizes = _MADE[family]
     make: Callable[..., PreTrainedConfig] = getattr(transformers, kind)
-    return make(**copy.deepcopy(sizes))
+    return make(**(copy.deepcopy(sizes) | changed))
 
 
-def recurrent_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+def recurrent_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changed: Any) -> torch.nn.Module:
     """Build a random model."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(recurrent_config(family), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(recurrent_config(family, **changed), dtype=torch.float32).eval()
     is_narrow = "num_experts" in _MADE[family][1] or family in ("mamba", "falcon-mamba")
     with torch.no_grad():
         for parameter in model.parameters():
