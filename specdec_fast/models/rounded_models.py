@@ -28,7 +28,6 @@ from specdec_fast.models.quantized_linears import (
     refuse_saving,
 )
 from specdec_fast.models.replaced_functions import lock_of
-from specdec_fast.models.sharded import ConcatenatedLinear
 from specdec_fast.quantization.packed_weight import PackedWeight, stacked
 from specdec_fast.quantization.rounding import A8, ROUNDINGS, Rounding, rounded
 
@@ -105,8 +104,7 @@ def weights_to_round(model: PreTrainedModel, quantization: str, must_run: bool =
 
 def _rounding_of(model: PreTrainedModel, module: nn.Module, quantization: str) -> Rounding:
     rounding = ROUNDINGS[quantization]
-    output = model.get_output_embeddings()
-    if module is not (output.part if isinstance(output, ConcatenatedLinear) else output):
+    if module is not model.get_output_embeddings():
         return rounding
     return replace(rounding, bits=_OUTPUT_LAYER.get(rounding.bits, rounding.bits))
 
@@ -118,10 +116,9 @@ def linears_to_keep(model: PreTrainedModel, linears: Mapping[str, nn.Linear | Co
     with an output for each expert. And narrow linears, with an output for 32 inputs or fewer outputs, which a model
     makes gates of, such as that of a shared expert.
     """
-    numbers = {}
-    for name, module in mixtures_of(model).items():
-        owner = name.removesuffix(".part").rpartition(".")[0]  # a sharded model has them in SummedExperts
-        numbers[owner] = len(getattr(module, entry_name(module)))
+    numbers = {
+        name.rpartition(".")[0]: len(getattr(module, entry_name(module))) for name, module in mixtures_of(model).items()
+    }
     found = set()
     for name, module in linears.items():
         num_outputs = module.bias.shape[0] if isinstance(module, Conv1D) else module.out_features
@@ -164,13 +161,11 @@ def _as_loaded(model: PreTrainedModel) -> AbstractContextManager[Any]:
     return lock
 
 
-# What may be asked of a weight that is quantised: products, rows if the embeddings (or a rank's part of them) are tied
-# to it, and its properties.
+# What may be asked of a weight that is quantised: products, rows if the embeddings are tied to it, and its properties.
 _KNOWN = (
     functional.linear,
     torch.addmm,
     functional.embedding,
-    torch.ops.specdec_fast.embedding_part,
     *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "ndim")),
 )
 

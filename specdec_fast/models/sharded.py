@@ -23,7 +23,9 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.models.experts import entry_name
 from specdec_fast.models.quantized_linears import PackedModule, QuantizedLinear, how_quantised_by, weight_of
+from specdec_fast.models.rounded_models import quantised_already
 from specdec_fast.quantization.checkpoint.config import READABLE
+from specdec_fast.quantization.rounding import ROUNDINGS
 from specdec_fast.ranks.exchange import Ranks, connected
 from specdec_fast.ranks.operations import ExchangingModule, embedding_part, number_of, rank_concatenate, rank_sum
 from specdec_fast.request.detokenizer import is_gguf
@@ -313,7 +315,10 @@ def expect_shardable(source: Any, config: EngineConfig, on_one_gpu: bool = False
         of_model = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception:  # loading says what is wrong with it
         return
-    if (how := how_quantised_by(of_model)) is not None and how not in READABLE:
+    how = how_quantised_by(of_model)
+    if how is not None and config.quantization in ROUNDINGS:
+        raise quantised_already(repr(source), how, "quantization", config.quantization)
+    if how is not None and how not in READABLE:
         raise NotYetSupportedError(f"{setting} does not serve checkpoints quantised by {how} yet; leave it out.")
     if not getattr(of_model.get_text_config(decoder=True), "base_model_tp_plan", None):
         raise _no_plan(config.tp_size, f"models of type {of_model.model_type!r}")

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import RankError, SpecDecError
-from specdec_fast.freed_memory import return_freed_memory
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.probe import named_failures
-from specdec_fast.models.rounded_models import round_weights
+from specdec_fast.models.rounded_parts import round_parts
 from specdec_fast.models.sharded import expect_shardable, sharded_copy
 from specdec_fast.ops import resolve
 from specdec_fast.quantization.rounding import ROUNDINGS
@@ -65,8 +64,7 @@ def load_target(
             connect(ranks)
             if rounds_parts:
                 assert config.quantization is not None
-                round_weights(model, config.quantization)
-                return_freed_memory()
+                round_parts(model, fspath(source), config.quantization)
         target = RaggedModel(model, ops, config.page_size, config.enforce_eager, most_draft_tokens, ranks)
         if config.deterministic:
             make_deterministic(target)

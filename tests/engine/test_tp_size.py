@@ -223,14 +223,20 @@ def test_other_models_and_numbers_of_ranks_have_equal_bits(kind, tp_size, settin
 
 @pytest.mark.grid
 def test_rounded_parts_have_the_codes_of_one_process(tmp_path):
-    """If a rank's inputs of every linear are whole groups: then only the order of sums differs."""
+    """If a rank's inputs of every linear are whole groups: then only the order of sums differs.
+
+    A rank's part of keys and values has so few outputs that a whole linear of this size would not be rounded.
+    """
     pytest.importorskip("accelerate")
-    folder = saved(tmp_path, "tied", intermediate_size=64)
-    found = []
+    sizes = {"hidden_size": 768, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = saved(tmp_path, "tied", **sizes)
+    first, kinds = [], []
     for tp_size in (1, 2):
         with engine_of(folder, None, tp_size, dtype="float32", quantization="int4", num_draft_tokens=0) as engine:
-            found.append([logprobs[0] for _, logprobs in together(engine)])
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+            first.append([logprobs[0] for _, logprobs in together(engine)])
+            kinds.append(set(engine.describe()["linear_bytes"]))
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    assert kinds == [{"int4", "int8"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -438,6 +444,22 @@ class TestRefusals:
         (name,) = settings
         with pytest.raises(error, match=rf"tp_size=2.*{name}="):
             sd.Engine(str(demo_pair() / "target"), None, tp_size=2, **settings)
+
+    @pytest.mark.parametrize(
+        ("method", "quantization", "error"),
+        [
+            ("gptq", "int8", (sd.ConfigError, "are quantised already")),
+            ("bitsandbytes", None, (sd.NotYetSupportedError, "quantised by bitsandbytes")),
+        ],
+    )
+    def test_quantised_checkpoints(self, method, quantization, error, tmp_path):
+        pytest.importorskip("accelerate")
+        config = Qwen3Config(**SIZES)
+        config.quantization_config = {"quant_method": method}
+        config.save_pretrained(tmp_path)
+        kind, message = error
+        with pytest.raises(kind, match=message):
+            sd.Engine(str(tmp_path), None, tp_size=2, quantization=quantization)
 
     def test_fewer_gpus_than_ranks(self, folder, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
