@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import NotYetSupportedError, RankError, SpecDecError
 from specdec_fast.models.loading import load_model
+from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import named_failures
 from specdec_fast.models.sharded import expect_shardable, sharded_copy
-from specdec_fast.ops import resolve
+from specdec_fast.ops import resolve_all
 from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
 from specdec_fast.ranks.workers import START_SECONDS, Workers, expect_no_group, first_gpu, join_group, leave_group
@@ -51,9 +52,9 @@ def load_target(
         config.device,  # type: ignore[arg-type]
         quantization=config.quantization,
         tp_size=config.tp_size,
+        device_map=config.device_map,
     )
-    weight = next(model.parameters())
-    ops = resolve(weight.device, config.backend, weight.dtype)
+    ops = resolve_all(devices_of(model), config.backend, next(model.parameters()).dtype)
     with named_failures(model):
         ranks = None
         if connect is not None:

@@ -27,6 +27,7 @@ from specdec_fast.model_watch import Numbers, Watch, check_repeats
 from specdec_fast.models import model_checks
 from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
+from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import named_failures, probe_of
 from specdec_fast.models.sharded import sharded_copy
 from specdec_fast.ops import Ops
@@ -98,8 +99,9 @@ class RaggedModel:
         self._watch: Watch | None = None
         self._numbers: Numbers | None = None
         self._structure: Watch | None = None
-        self._executor, self.why_no_program = executor_for(ops, model.device)
-        self._capture = capture_for(model.device)
+        devices = devices_of(model)
+        self._executor, self.why_no_program = executor_for(ops, *devices)
+        self._capture = capture_for(*devices)
         if enforce_eager:
             self._executor = None
             self.why_no_program = "enforce_eager=True"
@@ -113,9 +115,9 @@ class RaggedModel:
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)
         self.max_positions = model_checks.max_positions(config)
-        probe = probe_of(config.vocab_size, model.device)
+        probe = probe_of(config.vocab_size, devices[0])
         with named_failures(model):
-            self.hf = HFModel(model, ops, probe, most_draft_tokens)
+            self.hf = HFModel(model, ops, probe, most_draft_tokens, devices)
             self._probe_logits = partial(self.hf.dense_logits, probe)
             logits = self._probe_logits()
             model_checks.expect_numbers(model, logits)
@@ -129,8 +131,8 @@ class RaggedModel:
                 self.check_logits(probe, logits)
             with self.hf.hooked():
                 hf = self.hf
-                name = type(model).__name__
-                model_checks.check_ignores_answers(name, hf.call, self.layout, hf.make_cache, page_size)
+                asked = (hf.call, self.layout, hf.make_cache, page_size)
+                model_checks.check_ignores_answers(type(model).__name__, *asked)
 
     @property
     def name(self) -> str:
