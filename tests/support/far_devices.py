@@ -9,8 +9,9 @@ has besides: work that is only queued, kernels with other bits, and memory that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from specdec_fast.models import replaced_linears
+from specdec_fast.models.hidden_states import decoder_layers
 from specdec_fast.models.placement import place
 from specdec_fast.ops import BACKENDS
 
@@ -72,7 +74,11 @@ class FarTensor(Tensor):
             raise RuntimeError(f"{name} got tensors on several devices: {', '.join(sorted(map(str, devices)))}")
         asked = next((value for value in values if isinstance(value, torch.device)), None)
         args_here, kwargs_here = tree_map(_here, (args, kwargs))
+        if name == "aten::histc":  # of integers: GPUs have it, and the CPU has not
+            args_here = (args_here[0].float(), *args_here[1:])
         out = func(*args_here, **kwargs_here)
+        if any(isinstance(each, FarTensor) and each.shape != each.inner.shape for each in tensors):
+            raise RuntimeError(f"{name} has resized a tensor, which the tensor that wraps it does not see")
         return _there(out, asked or devices.pop(), values)
 
 
@@ -100,7 +106,8 @@ def _there(out: Any, device: torch.device, given: list[Any]) -> Any:
             return value
         return known[id(value)] if id(value) in known else FarTensor(value, device)  # in place: what it was given
 
-    return tree_map(wrap, out)
+    with torch.inference_mode(all(value.is_inference() for value in known.values())) if known else nullcontext():
+        return tree_map(wrap, out)  # a view of a tensor that counts its versions counts them too
 
 
 @cache
@@ -117,7 +124,12 @@ def _register() -> torch.library.Library:
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         return _between_devices("aten::_copy_from", None, (source, target))
 
+    def arange(*numbers: Any, dtype: Any = None, device: Any = None, **others: Any) -> Tensor:
+        return FarTensor(torch.arange(*numbers, dtype=dtype, device=_CPU), device)
+
     library.impl("empty.memory_format", empty, "Lazy")
+    for overload in ("arange", "arange.start", "arange.start_step"):
+        library.impl(overload, arange, "Lazy")
     library.impl("empty_strided", empty_strided, "Lazy")
     library.impl("_copy_from", copy_from, "Lazy")
     return library
@@ -133,27 +145,41 @@ def far_devices() -> Iterator[None]:
     def no_autocast(*device_type: str) -> bool:
         return device_type != (TYPE,) and is_autocast(*device_type)
 
+    def is_linear(rows: Tensor, weight: Tensor) -> bool:
+        return weight.dim() == 2 <= rows.dim() and rows.dtype == weight.dtype and weight.is_floating_point()
+
     plain = (*replaced_linears._PLAIN, FarTensor)
     with (
         patch.dict(BACKENDS, torch=backend),
         patch.object(torch, "is_autocast_enabled", no_autocast),
         patch.object(replaced_linears, "_PLAIN", plain),
+        patch.object(replaced_linears, "_is_linear", is_linear),
     ):
         yield
 
 
-def spread(model: nn.Module, devices: list[str], ends: tuple[str, str] | None = None) -> nn.Module:
-    """Spread the decoder layers of a tiny model over devices, as an engine with ``device_map`` does.
+def map_over(model: nn.Module, devices: list[str], ends: tuple[str, str] | None = None) -> dict[str, str]:
+    """Return a device map that spreads the decoder layers of a model over devices, one for each.
 
-    ``ends`` are the devices of the embedding and of the output layer; None: those of the first and the last layer.
+    ``ends`` are the devices of what comes before the layers, and after them; None: those of the first and last layer.
     """
-    decoder = model.get_decoder()
     first, last = ends or (devices[0], devices[-1])
-    device_map = {f"model.{name}": first for name, _ in decoder.named_children() if name != "layers"}
-    device_map |= {f"model.layers.{i}": device for i, device in enumerate(devices)}
-    names = dict(decoder.named_children())
-    device_map["model.norm"] = last
-    assert "norm" in names and len(names["layers"]) == len(devices)
-    device_map["lm_head"] = last
-    place(model.requires_grad_(False), device_map)
-    return model
+    layers = decoder_layers(model, len(devices))
+    name_of = {id(module): name for name, module in model.named_modules()}
+    within = name_of[id(layers)]
+    device_map = {f"{within}.{i}": device for i, device in enumerate(devices)}
+    above = within.rpartition(".")[0]
+    for name, _ in model.get_submodule(above).named_children():
+        if name != within.rpartition(".")[2]:
+            device_map[f"{above}.{name}"] = last if "norm" in name else first
+    for name, _ in model.named_children():
+        if not above.startswith(name):
+            device_map[name] = last
+    return device_map
+
+
+def spread(model: nn.Module, devices: list[str], ends: tuple[str, str] | None = None) -> nn.Module:
+    """Return a copy of a model that is spread as an engine with ``device_map`` does it; see ``map_over``."""
+    spread_model = copy.deepcopy(model).requires_grad_(False)
+    place(spread_model, map_over(spread_model, devices, ends))
+    return spread_model
