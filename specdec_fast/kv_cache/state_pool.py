@@ -180,7 +180,8 @@ class StatePool:
             )
 
     def _allocated(self, num_slots: int, i: int) -> tuple[Tensor, ...]:
-        (sizes, dtype), device = self._sizes[i], self._devices[i]
+        sizes, dtype = self._sizes[i]
+        device = self._devices[i]
         try:
             return tuple(torch.zeros(num_slots, *size, dtype=dtype, device=device) for size in sizes)
         except RuntimeError as error:  # torch.OutOfMemoryError is one

@@ -40,18 +40,24 @@ def place(model: Any, device_map: Mapping[str, Any]) -> None:
     weight that two modules share is copied if they lie on different devices. Names of single weights are skipped.
 
     Raises:
-        ConfigError: a module would lie on the disk.
+        ConfigError: a module would lie on the disk, or the map has no device for a weight.
     """
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 
     expect_in_memory(device_map)
+    prefixes = tuple(map(_dot, device_map))
+    bare = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(prefixes)]
+    if bare:
+        raise ConfigError(
+            f'device_map names no device for {", ".join(bare[:3])} ({len(bare)} in all); add their modules, or "".'
+        )
     remove_hook_from_submodules(model)  # brings weights back from the CPU's memory, too
     modules = dict(model.named_modules())
     skipped = getattr(model, "_skip_keys_device_placement", None)
     for name in sorted(device_map, key=lambda name: name.count(".") if name else -1):
         if name in modules:
             hook = AlignDevicesHook(
-                _device(device_map[name]), io_same_device=not name, place_submodules=True, skip_keys=skipped
+                torch.device(device_map[name]), io_same_device=not name, place_submodules=True, skip_keys=skipped
             )
             add_hook_to_module(modules[name], hook)
     if "" not in device_map:
@@ -70,8 +76,8 @@ def expect_in_memory(device_map: Mapping[str, Any]) -> None:
         )
 
 
-def _device(value: Any) -> torch.device:
-    return torch.device(value)
+def _dot(name: str) -> str:
+    return f"{name}." if name else ""
 
 
 def moves_rows(module: nn.Module) -> bool:

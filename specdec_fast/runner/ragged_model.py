@@ -130,8 +130,7 @@ class RaggedModel:
             if not self.has_program:
                 self.check_logits(probe, logits)
             with self.hf.hooked():
-                hf = self.hf
-                asked = (hf.call, self.layout, hf.make_cache, page_size)
+                asked = (self.hf.call, self.layout, self.hf.make_cache, page_size)
                 model_checks.check_ignores_answers(type(model).__name__, *asked)
 
     @property
