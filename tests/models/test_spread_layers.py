@@ -73,17 +73,15 @@ def test_tokens_are_those_of_one_device(name):
     assert len(of_states) == len(pool.layout.states)
 
 
-@pytest.mark.parametrize(
-    "drafter", grid(["model", "spread model", "tree of n-grams", "eagle3"], keep=["tree of n-grams"])
-)
+@pytest.mark.parametrize("drafter", grid(["model", "spread model", "ngram-trie", "eagle3"], keep=["ngram-trie"]))
 def test_drafters(drafter, tmp_path):
     model = tiny_model("llama")
     settings = {}
     if drafter == "eagle3":
         write_checkpoint(tmp_path, model)
         draft, settings = str(tmp_path), {"draft_tree": 5}
-    elif drafter == "tree of n-grams":
-        draft = "ngram-trie"
+    elif drafter == "ngram-trie":
+        draft = drafter
     else:
         draft = truncated_copy(model, 2)
         draft = draft.to(FIRST) if drafter == "model" else spread(draft, [SECOND, "cpu"])
