@@ -7,6 +7,7 @@ caller has loaded may have a hook on every module: where the engine replaces a m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -89,14 +90,11 @@ def moves_rows(module: nn.Module) -> bool:
 
 
 @contextmanager
-def computing_rows(layer: nn.Module | None, rows: Tensor | None) -> Iterator[None]:
+def computing_rows(layer: nn.Module, rows: Tensor) -> Iterator[None]:
     """Let an output layer compute ``rows`` ``[R]`` of its input ``[1, T, H]`` alone, on the device of that input.
 
-    ``logits_to_keep`` would be moved to the wrong device. Without a layer, or rows, nothing changes.
+    The argument ``logits_to_keep`` of a model would be moved to the device of the embedding.
     """
-    if layer is None or rows is None:
-        yield
-        return
     attributes = vars(layer)
     before = attributes.get("forward")
     attributes["forward"] = partial(_of_rows, layer.forward, rows)
@@ -110,4 +108,15 @@ def computing_rows(layer: nn.Module | None, rows: Tensor | None) -> Iterator[Non
 
 
 def _of_rows(forward: Any, rows: Tensor, hidden: Tensor) -> Tensor:
-    return forward(hidden[:, rows.to(hidden.device)])
+    logits: Tensor = forward(hidden[:, rows.to(hidden.device)])
+    return logits
+
+
+def copied_to(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Return a layer that computes on ``device``: itself, or a copy without hooks."""
+    if all(parameter.device == device for parameter in layer.parameters()):
+        return layer
+    from accelerate.hooks import remove_hook_from_module
+
+    moved: nn.Module = remove_hook_from_module(copy.deepcopy(layer), recurse=True)
+    return moved.to(device)

@@ -230,8 +230,11 @@ class HFModel:
             given["attention_mask"] = self._masks
         token = active_cache.set(cache)
         try:
-            with nullcontext() if self._output_layer is None else computing_rows(self._output_layer, logit_rows):
+            if self._output_layer is None or logit_rows is None:
                 output = self.model(input_ids=token_ids, use_cache=True, **given)
+            else:
+                with computing_rows(self._output_layer, logit_rows):
+                    output = self.model(input_ids=token_ids, use_cache=True, **given)
             return stored(output.logits)
         finally:
             active_cache.reset(token)

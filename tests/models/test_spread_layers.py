@@ -13,6 +13,7 @@ from accelerate import dispatch_model
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
+from support.dflash import write_checkpoint as write_dflash
 from support.eagle3 import write_checkpoint
 from support.experts import tiny_mixture
 from support.far_devices import FIRST, SECOND, far_devices, map_over, spread
@@ -73,13 +74,16 @@ def test_tokens_are_those_of_one_device(name):
     assert len(of_states) == len(pool.layout.states)
 
 
-@pytest.mark.parametrize("drafter", grid(["model", "spread model", "ngram-trie", "eagle3"], keep=["ngram-trie"]))
+@pytest.mark.parametrize("drafter", grid(["model", "spread model", "ngram-trie", "eagle3", "dflash"], keep=["ngram-trie"]))
 def test_drafters(drafter, tmp_path):
     model = tiny_model("llama")
     settings = {}
     if drafter == "eagle3":
         write_checkpoint(tmp_path, model)
         draft, settings = str(tmp_path), {"draft_tree": 5}
+    elif drafter == "dflash":  # its output layer is the target's, which lies on the last device
+        write_dflash(tmp_path, model)
+        draft = str(tmp_path)
     elif drafter == "ngram-trie":
         draft = drafter
     else:
