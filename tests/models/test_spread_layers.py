@@ -74,7 +74,9 @@ def test_tokens_are_those_of_one_device(name):
     assert len(of_states) == len(pool.layout.states)
 
 
-@pytest.mark.parametrize("drafter", grid(["model", "spread model", "ngram-trie", "eagle3", "dflash"], keep=["ngram-trie"]))
+@pytest.mark.parametrize(
+    "drafter", grid(["model", "spread model", "ngram-trie", "eagle3", "dflash"], keep=["ngram-trie"])
+)
 def test_drafters(drafter, tmp_path):
     model = tiny_model("llama")
     settings = {}
