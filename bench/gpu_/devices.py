@@ -37,7 +37,7 @@ class Sizes:
     num_draft_tokens: int
 
 
-FULL = Sizes(1024, 151936, 4, 4, 24, 3)
+FULL = Sizes(1024, 151936, 4, 3, 16, 3)
 SMOKE = Sizes(64, 256, 2, 2, 4, 2)
 
 

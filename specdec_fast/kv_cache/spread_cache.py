@@ -41,6 +41,8 @@ class SpreadCache(PagedCache):
     ) -> Tensor:
         """Attend over the pages of a layer, on its device; see ``PagedCache.attend``."""
         part = self._part_on(query.device)
+        if selected is not None:
+            self._bring(selected, part or self)
         if part is None:
             return super().attend(query, key, value, layer_idx, params, selected)
         self.num_attended += 1
@@ -100,6 +102,14 @@ class SpreadCache(PagedCache):
             given: Any = (self.pool, self.batch.to(device), self.ops, self.rules, self._num_logit_rows)
             part = self._parts[device] = PagedCache(*given)
         return part
+
+    def _bring(self, selected: Tensor, cache: PagedCache) -> None:
+        """Let a layer attend over what an indexer has selected on another device, and a hook has copied."""
+        for other in (self, *self._parts.values()):
+            rows = other._indexed_rows
+            if other is not cache and rows is not None and rows.has_selected(selected):
+                cache._rows_of_indexers().adopt(selected)
+                return
 
     def _part_of_call(self, device: torch.device) -> PagedCache | None:
         """Return the cache for the next recurrent call; calls are counted over all devices."""

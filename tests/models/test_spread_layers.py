@@ -9,7 +9,8 @@ import copy
 
 import pytest
 import torch
-from accelerate import dispatch_model
+import transformers
+from transformers import AutoModelForCausalLM
 
 import specdec_fast as sd
 from specdec_fast.assets import demo_pair
@@ -18,9 +19,10 @@ from support.eagle3 import write_checkpoint
 from support.experts import tiny_mixture
 from support.far_devices import FIRST, SECOND, far_devices, map_over, spread
 from support.grids import grid
-from support.models import tiny_model, truncated_copy
+from support.models import TINY, tiny_model, truncated_copy
 from support.recurrent_models import recurrent_model
 
+accelerate = pytest.importorskip("accelerate")  # its hooks move rows between devices
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9] * 20, [4]]
 PARAMS = [
     sd.SamplingParams(max_new_tokens=10, logprobs=True),
@@ -28,7 +30,25 @@ PARAMS = [
     sd.SamplingParams(max_new_tokens=10, logprobs=True, temperature=0.8, seed=6, logit_bias={3: 2.0}),
     sd.SamplingParams(max_new_tokens=10, logprobs=True, allowed_token_ids=list(range(0, 30, 2))),
 ]
+_SPARSE = {
+    **TINY,
+    **dict.fromkeys(("num_hidden_layers", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("num_key_value_heads", "n_routed_experts"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+    **dict.fromkeys(("kv_lora_rank", "v_head_dim", "moe_intermediate_size", "index_n_heads", "index_head_dim"), 16),
+    **{"q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "index_topk": 6},
+    **{"mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
+}
+
+
+def sparse_model():
+    """Build a model whose second layer attends over what the indexer of the first one, on another device, selected."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(transformers.GlmMoeDsaConfig(**_SPARSE), dtype=torch.float32).eval()
+
+
 MODELS = {
+    "glm-5": sparse_model,
     **{name: lambda name=name: tiny_model(name) for name in ("llama", "qwen3", "gemma2", "gpt2", "llama4")},
     **{name: lambda name=name: recurrent_model(name) for name in ("qwen3-next", "mamba2", "jamba", "lfm2")},
     **{name: lambda name=name: tiny_mixture(name) for name in ("qwen3-moe", "mixtral")},
@@ -68,7 +88,9 @@ def test_tokens_are_those_of_one_device(name):
     found, engine = tokens(spread(model, devices_for(model)), "ngram", max_batch_size=3)
     assert found == expected
     pool, devices = engine.core.pool, devices_for(model)
-    assert [str(keys.device) for keys, _ in pool.layers] == [devices[layer] for layer in pool.layout.places]
+    assert [str(keys.device) for keys, _ in pool.layers[: pool.layout.num_layers]] == [
+        devices[layer] for layer in pool.layout.places
+    ]
     of_states = [str(tensors[0].device) for tensors in pool.states.tensors] if pool.states else []
     assert set(of_states) <= set(devices)
     assert len(of_states) == len(pool.layout.states)
@@ -119,7 +141,7 @@ def test_hooks_of_accelerate_on_every_module(name):
     devices = [FIRST, SECOND, FIRST, SECOND, FIRST][: len(devices_for(model))]
     mapped = {name: torch.device(device) for name, device in map_over(model, devices, (FIRST, SECOND)).items()}
     skipped = model._skip_keys_device_placement
-    dispatched = dispatch_model(copy.deepcopy(model).requires_grad_(False), mapped, skip_keys=skipped)
+    dispatched = accelerate.dispatch_model(copy.deepcopy(model).requires_grad_(False), mapped, skip_keys=skipped)
     found, engine = tokens(dispatched)
     assert found == on_one_device(model)
     assert engine.target.hf.linears.served(are_chunked=False) == []
