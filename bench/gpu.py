@@ -33,6 +33,7 @@ from bench.common import report
 from bench.common.device import properties
 from bench.gpu_ import compilation as gpu_compile
 from bench.gpu_ import decoding as gpu_decoding
+from bench.gpu_ import devices as gpu_devices
 from bench.gpu_ import drafters as gpu_drafters
 from bench.gpu_ import equivalence as gpu_equivalence
 from bench.gpu_ import graphs as gpu_graphs
@@ -61,8 +62,9 @@ TASKS = (
     Task("programs", gpu_programs.run, 5, measures=False),
     Task("drafters", gpu_drafters.run, 5, measures=False),
     Task("ranks", gpu_ranks.run, 5, measures=False),
+    Task("devices", gpu_devices.run, 2, measures=False),
 )
-GATES_AT_ONCE = 6  # a GPU has room for all of them; each spends most of its time on a core of its own
+GATES_AT_ONCE = 7  # a GPU has room for all of them; each spends most of its time on a core of its own
 
 
 def environment(settings: Settings, progress: Progress) -> None:
@@ -136,6 +138,7 @@ def print_tables(results: dict[str, Result]) -> None:
         ("variants", _variant_lines, ("what", "variant", "us", "over default", "equal bits")),
         ("drafters", _drafter_lines, ("what", "tokens/s", "length", "ms drafting/step", "graphs", "equal")),
         ("ranks", _rank_lines, ("what", "tokens/s", "length", "graphs of draft", "equal")),
+        ("devices", _rank_lines, ("what", "tokens/s", "length", "graphs of draft", "equal")),
     )
     for task, lines, header in tables:
         rows = list(lines(results.get(task, {"rows": []})))

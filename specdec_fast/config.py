@@ -23,6 +23,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class EngineConfig:
             ``docs/quantization.md``.
         draft_quantization: the same for a draft model. With another drafter, or none, the engine refuses it.
         device: the device; None: CUDA if there is a device, else the CPU.
+        device_map: spreads the layers of a target given by name or folder over several devices of this process, as
+            ``from_pretrained`` of transformers does: ``"auto"``, ``"balanced"``, ``"balanced_low_0"``,
+            ``"sequential"``, or a mapping from names of modules to devices, ``"cpu"`` among them. KV entries lie on the
+            device of their layer. PyTorch then runs the forwards. It excludes ``device``, ``tp_size`` and
+            ``quantization``. None: all of it on ``device``. See ``docs/scaling.md``.
         tp_size: number of processes over which the target is sharded by the tensor-parallel plan of transformers: this
             one, which schedules and drafts, and others on this machine that the engine starts and ends, each on a GPU
             of its own, or on its share of this process's threads of a CPU. The target is then given by name or folder.
@@ -107,6 +113,7 @@ class EngineConfig:
     quantization: str | None = None
     draft_quantization: str | None = None
     device: torch.device | str | None = None
+    device_map: str | Mapping[str, Any] | None = None
     tp_size: int = 1
     backend: str = "auto"
     deterministic: bool = True
@@ -136,6 +143,17 @@ class EngineConfig:
         object.__setattr__(self, "draft_tree", _as_draft_tree(self.draft_tree))
         object.__setattr__(self, "dtype", _as_dtype(self.dtype))
         object.__setattr__(self, "device", _as_device(self.device))
+        object.__setattr__(self, "device_map", self._checked_map())
+
+    def _checked_map(self) -> str | dict[str, Any] | None:
+        device_map = _as_device_map(self.device_map)
+        if device_map is not None:
+            others = {"device": self.device, "quantization": self.quantization}
+            given = [f"{name}={value}" for name, value in others.items() if value is not None]
+            given += [f"tp_size={self.tp_size}"] if self.tp_size > 1 else []
+            if given:
+                raise ConfigError(f"device_map and {given[0]} exclude each other; leave one of them out.")
+        return device_map
 
     @property
     def most_draft_tokens(self) -> int:
@@ -232,14 +250,30 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}, a torch dtype of these, or None.")
 
 
-def _as_device(value: torch.device | str | None) -> torch.device | None:
+def _as_device(value: torch.device | str | None, setting: str = "device") -> torch.device | None:
     if value is None:
         return None
     try:
         device = torch.device(value)
     except Exception as error:  # torch raises several types, for other types and for indices out of range
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"device={value!r}: expected cpu, cuda, cuda:1 or the like ({reason}).") from None
+        raise ConfigError(f"{setting}={value!r}: expected cpu, cuda, cuda:1 or the like ({reason}).") from None
     if device.type == "meta":
-        raise ConfigError(f"device={value!r} stores no values; expected cpu, cuda, cuda:1 or the like.")
+        raise ConfigError(f"{setting}={value!r} stores no values; expected cpu, cuda, cuda:1 or the like.")
     return device
+
+
+def _as_device_map(value: Any) -> str | dict[str, Any] | None:
+    if value is None or (isinstance(value, str) and value in _MAPS):
+        return value
+    if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
+        raise ConfigError(
+            f"device_map={value!r}: expected one of {', '.join(_MAPS)}, or a mapping from names of modules to devices."
+        )
+    return {name: _as_mapped(name, device) for name, device in value.items()}
+
+
+def _as_mapped(name: str, device: Any) -> int | str:
+    if type(device) is int or device == "disk":  # a GPU by its number; loading refuses the disk
+        return device
+    return str(_as_device(device, f"device_map[{name!r}]"))

@@ -102,10 +102,10 @@ def _compare_all(
     ) as engine:
         progress.note(start_seconds=perf_counter() - started, **_facts_of(engine))
         for temperature, name, batch_size in product(TEMPERATURES, names, BATCH_SIZES):
-            params = _params(sizes, temperature, 0 if name == PLAIN else None)
-            decode = partial(_decode, engine, prompts, params, batch_size)
+            params = params_of(sizes.num_prompts, sizes.new_tokens, temperature, 0 if name == PLAIN else None)
+            decode = partial(decode_all, engine, prompts, params, batch_size)
             case = Case(name, batch_size, temperature)
-            progress.attempt(str(case), partial(_compare, decode, case, found, progress))
+            progress.attempt(str(case), partial(compare, decode, case, found, progress))
         described = engine.describe()
         if engine.target.layout.device.type in CAPTURES and not described["graphs_captured"]:
             progress.fail(f"graphs of the target, {names}", f"there are none: {described['why_no_graphs']}")
@@ -129,13 +129,16 @@ def _facts_of(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _params(sizes: Sizes, temperature: float, num_draft_tokens: int | None) -> list[SamplingParams]:
-    rules = {"max_new_tokens": sizes.new_tokens, "temperature": temperature, "num_draft_tokens": num_draft_tokens}
-    return [SamplingParams(**rules, seed=i) for i in range(sizes.num_prompts)]
+def params_of(
+    num_prompts: int, new_tokens: int, temperature: float, num_draft_tokens: int | None
+) -> list[SamplingParams]:
+    """Return the parameters of so many requests; with ``num_draft_tokens`` 0 they are decoded plainly."""
+    rules = {"max_new_tokens": new_tokens, "temperature": temperature, "num_draft_tokens": num_draft_tokens}
+    return [SamplingParams(**rules, seed=i) for i in range(num_prompts)]
 
 
-def _decode(
-    engine: Engine, prompts: list[str], params: list[SamplingParams], batch_size: int
+def decode_all(
+    engine: Engine, prompts: list[Any], params: list[SamplingParams], batch_size: int
 ) -> tuple[Tokens, float, DecodingStats, dict[str, int]]:
     """Return outputs, tokens per second, counts, and the graphs of target and draft, of the last of several runs."""
     for _ in range(1 + _WARM_UPS):
@@ -157,7 +160,7 @@ def _decode(
     return tokens, sum(map(len, tokens)) / seconds, stats, graphs
 
 
-def _compare(
+def compare(
     decode: Callable[[], tuple[Tokens, float, DecodingStats, dict[str, int]]],
     case: Case,
     found: dict[float, Tokens],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,12 @@ class RaggedBatch(PagedBatch):
     last_rows: Tensor  # [B] int64, the last row of each sequence
     most_rows: int  # largest number of rows of a sequence
     recurrent: RecurrentBatch | None = None  # the rows for recurrent layers; None: the model has none
+
+    def to(self, device: torch.device) -> RaggedBatch:
+        """Return a copy on another device."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if hasattr(part, "to")}
+        return replace(self, **moved)
 
     def row_by_row(self) -> PagedBatch:
         """Return the same rows for attention, each as a sequence of its own over the same pages.

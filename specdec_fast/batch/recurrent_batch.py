@@ -39,6 +39,13 @@ class RecurrentBatch:
         """The arrays in the order in which the kernels take them."""
         return self.cu_seqlens, self.slots, self.state_lengths, self.num_replayed, self.num_stored
 
+    def to(self, device: torch.device) -> RecurrentBatch:
+        """Return a copy on another device."""
+        cu_seqlens, slots, lengths, replayed, stored = (array.to(device) for array in self.arrays)
+        return RecurrentBatch(
+            cu_seqlens=cu_seqlens, slots=slots, state_lengths=lengths, num_replayed=replayed, num_stored=stored
+        )
+
     def one_by_one(self, owners: Tensor) -> list[RecurrentBatch]:
         """Return a batch for each row, to be computed one after the other; ``owners`` ``[T]`` are their sequences."""
         offsets = torch.arange(len(owners), device=owners.device) - self.cu_seqlens[owners]

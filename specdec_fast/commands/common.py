@@ -53,6 +53,7 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     )
     add_deterministic_option(parser)
     add_tp_size(parser)
+    add_device_map(parser)
     add_backend_options(parser)
     add_quantization_options(parser)
 
@@ -62,6 +63,12 @@ def add_tp_size(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--tp-size", type=int, default=1, metavar="N", help="processes over which the target is sharded (default: 1)"
     )
+
+
+def add_device_map(parser: argparse._ActionsContainer) -> None:
+    """Add --device-map."""
+    help = "devices of the target's layers: auto, balanced, sequential, or JSON from modules to devices (default: one)"
+    parser.add_argument("--device-map", type=_device_map, default=None, metavar="MAP", help=help)
 
 
 def add_deterministic_option(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +101,7 @@ def engine_config(args: argparse.Namespace, dtype: str | None) -> EngineConfig:
         prefix_cache=args.prefix_cache,
         dtype=dtype,
         tp_size=args.tp_size,
+        device_map=args.device_map,
         deterministic=not args.no_deterministic,
         **backend_settings(args),
         **quantization_settings(args),
@@ -175,6 +183,15 @@ def add_tap_layers(parser: argparse._ActionsContainer, default: str = "its check
     """Add --tap-layers; ``default`` describes what None means."""
     meaning = f"target layers whose hidden states the drafter reads (default: {default})"
     parser.add_argument("--tap-layers", type=_layers, metavar="L,L,...", help=meaning)
+
+
+def _device_map(text: str) -> Any:
+    try:
+        return json.loads(text) if text.lstrip().startswith("{") else text
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f'{reprlib.repr(text)} is no JSON such as {{"model.embed_tokens": 0, "model.layers.0": "cpu"}}'
+        ) from None
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from specdec_fast.commands.common import (
     add_backend_options,
     add_batch_options,
     add_deterministic_option,
+    add_device_map,
     add_quantization_options,
     add_target_options,
     add_tp_size,
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_deterministic_option(parser)
     add_tp_size(parser)
+    add_device_map(parser)
     add_backend_options(parser)
     add_quantization_options(parser, has_draft=False)
 
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         max_prefill_tokens=args.max_prefill_tokens,
         dtype=args.dtype,
         tp_size=args.tp_size,
+        device_map=args.device_map,
         deterministic=not args.no_deterministic,
         quantization=args.quantization,
         **backend_settings(args),

@@ -94,6 +94,8 @@ def _obstacle(target: RaggedModel) -> str | None:
         return f"the target is quantised already ({how}), so a copy of it in 4 bits gains nothing"
     if target.layout.states:
         return "draft rows of a copy of the target would advance the states of its recurrent layers"
+    if target.layout.is_spread:
+        return "the layers of the target lie on several devices, and a copy of it would be made for one"
     if target.is_sharded:
         return "the target is sharded over processes, and no copy of a part is made"
     if not weights_to_round(target.model, SelfDrafter.quantization):

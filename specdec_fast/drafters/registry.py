@@ -34,8 +34,9 @@ from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.drafters.suffix.drafter import SuffixDrafter, is_texts_file
 from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.models.loading import load_model
+from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import named_failures
-from specdec_fast.ops import Ops
+from specdec_fast.ops import Ops, resolve_all
 from specdec_fast.runner.batch_invariance import make_deterministic
 from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
 from specdec_fast.runner.profiling import most_proposed
@@ -147,6 +148,8 @@ def make_drafter(
     module = load_model(draft, dtype, target.layout.device, "draft", config.draft_quantization)
     with named_failures(module):
         most = most_proposed(config.most_draft_tokens)
+        if target.layout.is_spread or len(devices_of(module)) > 1:
+            ops = resolve_all(devices_of(module), config.backend, module.dtype)
         model = RaggedModel(module, ops, config.page_size, config.enforce_eager, most)
         if config.deterministic:
             make_deterministic(model)

@@ -348,6 +348,7 @@ class Engine:
             "num_draft_tokens": self.config.num_draft_tokens,
             "dtype": str(self.target.layout.dtype).removeprefix("torch."),
             "device": str(self.target.layout.device),
+            "devices": [str(device) for device in self.target.layout.all_devices],
             "tp_size": self.config.tp_size,
             "deterministic": self.config.deterministic,
             "row_multiple": self.target.row_padding.multiple,

@@ -6,10 +6,13 @@ import gc
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter, copied_quantization, is_draft_model
 from specdec_fast.engine.prefixes import why_no_prefixes
 from specdec_fast.errors import ConfigError
+from specdec_fast.models.placement import devices_of
 from specdec_fast.planner.budget import Ask, EngineMemory, EngineSetting, budget_error, halved, largest_within
 from specdec_fast.planner.checkpoint import copy_sizes, least_memory, without_pages
 from specdec_fast.planner.loaded import loaded_memory
@@ -54,11 +57,12 @@ class MemoryPlan(NamedTuple):
 def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
     """Return ``draft`` (from ``checked_draft``), or None if it does not fit beside the target.
 
-    This is known from the checkpoints' configs, before any is loaded. Recurrent states need more memory with a drafter,
+    This is known from the checkpoints' configs, before any is loaded; not of a target that is spread over devices.
+    Recurrent states need more memory with a drafter,
     even with one without a model. Raises MemoryBudgetError if the target's weights, the KV entries asked for, the
     states of one sequence and a plain step of one row do not fit.
     """
-    if config.memory_bytes is None:
+    if config.memory_bytes is None or _is_spread(target, config):
         return draft
     least = EngineSetting(1, 0, 1, config.kv_cache_tokens or 1)
     try:
@@ -81,8 +85,14 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
     return draft if drafting.total(least._replace(num_draft_tokens=1)) <= config.memory_bytes else None
 
 
+def _is_spread(target: Any, config: EngineConfig) -> bool:
+    return config.device_map is not None or (isinstance(target, nn.Module) and len(devices_of(target)) > 1)
+
+
 def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, drafts: bool) -> MemoryPlan | None:
     """Choose the largest settings within ``memory_bytes``; None without a budget. ``drafts``: whether it proposes.
+
+    If the target is spread over devices, each of them has this budget.
 
     What is lowered first: the rows of a prefill forward to ``_LEAST_PREFILL``, the sequences beyond the batch that
     exspec keeps resident, the nodes of a tree to K, K down to 1, the batch; then these rows to 1. If one sequence with

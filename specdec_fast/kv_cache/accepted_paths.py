@@ -45,5 +45,8 @@ def keep_paths(pool: PagePool, ops: Ops, roots: Many[tuple[Hashable, int]], path
 
 def move_entries(pool: PagePool, ops: Ops, table: Tensor, moved_rows: Many[Tensor]) -> None:
     """Move entries in all layers of a pool: the arguments of ``compact_kv_``."""
+    moves = {table.device: (table, *moved_rows)}
     for tensor in pool.tensors:
-        (ops.unchecked or ops).compact_kv_(tensor, table, *moved_rows)
+        if tensor.device not in moves:  # of layers that device_map has put on another device
+            moves[tensor.device] = tuple(each.to(tensor.device) for each in (table, *moved_rows))
+        (ops.unchecked or ops).compact_kv_(tensor, *moves[tensor.device])

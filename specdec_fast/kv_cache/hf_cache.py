@@ -91,7 +91,7 @@ class PagedCache(NoStates, Cache):
         if rules.answers_each_row:
             positions = pad(batch.positions, (0, self._padding)) if self._padding else batch.positions
             self.length_of_each_row = positions - torch.arange(len(positions), device=positions.device)
-        self._indexed_rows: IndexedRows | None = None  # from the first call of update_indexer on
+        self._indexed_rows: IndexedRows | None = None  # from the first call of an indexer on
         self.num_attended = 0  # calls of attend: one per layer, if the model goes through the hook
         self.updated_layer = -1  # of the last call of update
         self.num_advanced = 0  # calls of recurrent functions: one per state
@@ -118,9 +118,12 @@ class PagedCache(NoStates, Cache):
                 f"the indexer of layer {layer_idx} computed keys of shape {list(keys.shape)} in {keys.dtype}; the KV "
                 f"cache is laid out for {list(expected)} in {layout.dtype}."
             )
+        return invariant_call(self._rows_of_indexers().append, self.pool.layers[place][0], keys)
+
+    def _rows_of_indexers(self) -> IndexedRows:
         if self._indexed_rows is None:
             self._indexed_rows = IndexedRows(self.batch, self.pool.page_size, self._padding)
-        return invariant_call(self._indexed_rows.append, self.pool.layers[place][0], keys)
+        return self._indexed_rows
 
     def attend(
         self,

@@ -109,6 +109,14 @@ class IndexedRows:
         """
         return next((batch for known, batch in self._selected if known is selected), None)
 
+    def has_selected(self, elsewhere: Tensor) -> bool:
+        """Return whether an indexer has selected these positions; they are a copy, on another device."""
+        return any(torch.equal(known.to(elsewhere.device), elsewhere) for known, _ in self._selected)
+
+    def adopt(self, selected: Tensor) -> None:
+        """Let rows attend over positions that an indexer has selected on another device."""
+        self._selected.append((selected, self._attending(selected)))
+
     def _attending(self, selected: Tensor) -> PagedBatch:
         rows = self._batch.row_by_row()
         positions = selected[0, : len(self._contexts)].long()

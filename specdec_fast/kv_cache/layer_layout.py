@@ -53,12 +53,15 @@ class KVLayout:
     # whose layers share keys and values (Gemma-3n, Gemma-4)
     sources: tuple[int, ...]
     dtype: torch.dtype  # dtype of keys and values
-    device: torch.device  # device of keys and values
+    device: torch.device  # where rows enter a forward and logits leave it: of keys and values, unless `devices` differ
     layer_ids: tuple[int, ...] | None = None  # the model's number of each layer; None: 0, 1, 2, ...
     states: tuple[StateShape, ...] = ()  # what each recurrent call keeps, in the order of a forward's calls
     most_draft_tokens: int = MOST_DRAFT_TOKENS  # of a sequence in a verification; states keep their rows
     indexers: tuple[int, ...] = ()  # the model's number of the layer of each indexer
     copies: PoolCopies | None = field(default=None, compare=False)  # other ranks' pools; None: there are none
+    # where each of `shapes`, and each of `states`, lies if layers are spread over devices; empty: all on `device`
+    devices: tuple[torch.device, ...] = ()
+    state_devices: tuple[torch.device, ...] = ()
 
     @classmethod
     def uniform(
@@ -92,40 +95,62 @@ class KVLayout:
         """Return the bytes of the recurrent states of one sequence in a layout for another ``most_draft_tokens``."""
         return bytes_per_slot(self.states, most_draft_tokens)
 
+    @cached_property
+    def all_devices(self) -> tuple[torch.device, ...]:
+        """The devices of its layers and states, ``device`` first."""
+        return tuple(dict.fromkeys((self.device, *self.devices, *self.state_devices)))
+
     @property
-    def groups(self) -> dict[KVShape, list[int]]:
-        """Indices of the layers, and of the indexers, that have their own entries, by shape."""
-        by_shape: dict[KVShape, list[int]] = {}
+    def is_spread(self) -> bool:
+        """Whether its layers and states lie on several devices, or on another one than ``device``."""
+        return len(self.all_devices) > 1
+
+    def on_device(self, device: torch.device) -> KVLayout:
+        """Return the layout of the layers and states on one device alone, to count their bytes."""
+        kept = [i for i, own in enumerate(self.devices or (self.device,) * len(self.shapes)) if own == device]
+        states = zip(self.states, self.state_devices or (self.device,) * len(self.states), strict=True)
+        shapes = tuple(self.shapes[i] for i in kept)
+        sources = tuple(kept.index(self.sources[i]) for i in kept)
+        own_states = tuple(state for state, own in states if own == device)
+        return KVLayout(
+            shapes, sources, self.dtype, device, states=own_states, most_draft_tokens=self.most_draft_tokens
+        )
+
+    @property
+    def groups(self) -> dict[tuple[torch.device, KVShape], list[int]]:
+        """Indices of the layers, and of the indexers, that have their own entries, by device and shape."""
+        found: dict[tuple[torch.device, KVShape], list[int]] = {}
+        devices = self.devices or (self.device,) * len(self.shapes)
         for layer, (shape, source) in enumerate(zip(self.shapes, self.sources, strict=True)):
             if source == layer:
-                by_shape.setdefault(shape, []).append(layer)
-        return by_shape
+                found.setdefault((devices[layer], shape), []).append(layer)
+        return found
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV of one position over all layers."""
         numbers = sum(
             len(layers) * shape.num_kv_heads * (shape.key_head_dim + shape.value_head_dim)
-            for shape, layers in self.groups.items()
+            for (_, shape), layers in self.groups.items()
         )
         return numbers * self.dtype.itemsize
 
     def allocate(self, num_pages: int, page_size: int) -> tuple[tuple[Tensor, ...], list[LayerKV]]:
         """Return zeros for ``num_pages`` pages, and the keys and values of layers and indexers: views of these.
 
-        The allocations are each ``[layers, planes, num_pages, page_size, num_kv_heads, head size]``: one per shape,
-        with two planes (keys and values); two of one plane each if keys and values differ in size (indexers have values
-        of no numbers).
+        The allocations are each ``[layers, planes, num_pages, page_size, num_kv_heads, head size]``: one per device and
+        shape, with two planes (keys and values); two of one plane each if keys and values differ in size (indexers have
+        values of no numbers).
         """
         tensors: list[Tensor] = []
         layers: dict[int, LayerKV] = {}
-        for (num_heads, *head_dims), members in self.groups.items():
+        for (device, (num_heads, *head_dims)), members in self.groups.items():
             planes = 2 if head_dims[0] == head_dims[1] else 1
             sizes = [
                 (len(members), planes, num_pages, page_size, num_heads, head_dim)
                 for head_dim in head_dims[: 3 - planes]
             ]
-            allocated = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+            allocated = [torch.zeros(size, dtype=self.dtype, device=device) for size in sizes]
             tensors += allocated
             keys = allocated[0][:, 0]
             values = allocated[-1][:, -1]

@@ -99,8 +99,9 @@ class PagePool:
             raise
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             needed = (self.num_pages + 1) * page_size * layout.bytes_per_token
+            where = " and ".join(map(str, layout.all_devices))
             raise KVCacheAllocationError(
-                f"a KV cache of {num_tokens} positions needs {needed / 2**30:.1f} GiB on {layout.device}, which cannot "
+                f"a KV cache of {num_tokens} positions needs {needed / 2**30:.1f} GiB on {where}, which cannot "
                 "be allocated; set kv_cache_tokens, or lower max_new_tokens, max_batch_size or window_size."
             ) from error
         addresses = [[tensor.data_ptr() for tensor in pair] for pair in self.layers]
@@ -118,7 +119,9 @@ class PagePool:
         self.states: StatePool | None = None
         if layout.states:
             num_places = 1 + max(1, num_owners)
-            self.states = StatePool(layout.states, num_places, layout.most_draft_tokens, layout.device)
+            self.states = StatePool(
+                layout.states, num_places, layout.most_draft_tokens, layout.state_devices or layout.device
+            )
             self.pages = self.pages._replace(states=self.states.memory())
             self._widen_places(num_places)
 

@@ -81,20 +81,28 @@ class StatePool:
         lengths: ``[num_slots]`` int32, the positions that each slot's state has seen.
         num_growths: how often ``grow`` has replaced tensors; a graph that has read others is stale.
 
+    Args:
+        shapes: of each recurrent call of a forward.
+        num_slots: scratch included.
+        most_draft_tokens: for which a slot has room.
+        device: of all states, or one for each.
+
     Raises:
         KVCacheAllocationError: there is no memory for so many slots.
     """
 
     def __init__(
-        self, shapes: tuple[StateShape, ...], num_slots: int, most_draft_tokens: int, device: torch.device
+        self,
+        shapes: tuple[StateShape, ...],
+        num_slots: int,
+        most_draft_tokens: int,
+        device: torch.device | Sequence[torch.device],
     ) -> None:
         self._sizes = [(shape.sizes(most_draft_tokens), shape.dtype) for shape in shapes]
-        self._device = device
+        self._devices = [device] * len(shapes) if isinstance(device, torch.device) else device
         self._most_draft_tokens = most_draft_tokens
         self._bytes_per_slot = bytes_per_slot(shapes, most_draft_tokens)
-        self.tensors: list[tuple[Tensor, ...]] = [
-            tuple(self._allocated(num_slots, size, dtype) for size in sizes) for sizes, dtype in self._sizes
-        ]
+        self.tensors = [self._allocated(num_slots, i) for i in range(len(shapes))]
         self.lengths = np.zeros(num_slots, np.int32)
         self.num_growths = 0
 
@@ -116,8 +124,8 @@ class StatePool:
         The tensors are replaced one by one. If memory runs out for one, the pool has as many slots as before.
         """
         self.num_growths += 1
-        for i, (sizes, dtype) in enumerate(self._sizes):
-            grown = tuple(self._allocated(num_slots, size, dtype) for size in sizes)
+        for i in range(len(self._sizes)):
+            grown = self._allocated(num_slots, i)
             for larger, smaller in zip(grown, self.tensors[i], strict=True):
                 kept = min(len(smaller), num_slots)
                 larger[:kept] = smaller[:kept]
@@ -171,12 +179,14 @@ class StatePool:
                 f"expected 0 to {self._most_draft_tokens}, the draft rows that a slot keeps."
             )
 
-    def _allocated(self, num_slots: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _allocated(self, num_slots: int, i: int) -> tuple[Tensor, ...]:
+        sizes, dtype = self._sizes[i]
+        device = self._devices[i]
         try:
-            return torch.zeros(num_slots, *size, dtype=dtype, device=self._device)
+            return tuple(torch.zeros(num_slots, *size, dtype=dtype, device=device) for size in sizes)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             needed = num_slots * self._bytes_per_slot
             raise KVCacheAllocationError(
-                f"recurrent states of {num_slots - 1} sequences need {needed / 2**30:.1f} GiB on {self._device}, which "
-                "cannot be allocated; lower max_batch_size, window_size or num_draft_tokens."
+                f"recurrent states of {num_slots - 1} sequences need {needed / 2**30:.1f} GiB, which cannot be "
+                f"allocated on {device}; lower max_batch_size, window_size or num_draft_tokens."
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class KVProbe(NoStates, Cache):
         self._index_keys: dict[int, Tensor] = {}  # of indexers, by layer
         self._calls: Counter[int] = Counter()  # of attention, by layer
         self.states: list[StateShape] = []  # of recurrent functions, in order of their calls
+        self._state_devices: list[torch.device] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -80,6 +82,7 @@ class KVProbe(NoStates, Cache):
         """Record the state of a convolution; return zeros ``[T, channels]``."""
         channels, kernel = weight.shape
         self.states.append(StateShape("conv_rows_", (kernel - 1, channels), 0, rows.dtype))
+        self._state_devices.append(rows.device)
         return torch.zeros_like(rows)
 
     def attend_linearly(
@@ -96,12 +99,14 @@ class KVProbe(NoStates, Cache):
         kept = [each for each in (key, value, log_decay, beta) if each is not None]
         width = sum(each.shape[1:].numel() for each in kept)
         self.states.append(StateShape("linear_attention_rows_", shape, width))
+        self._state_devices.append(value.device)
         return torch.zeros_like(value)
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, skip: Tensor | None) -> Tensor:
         """Record the state of a selective scan; return zeros ``[T, channels]``."""
         width = sum(each.shape[1:].numel() for each in (x, dt, B))
         self.states.append(StateShape("selective_scan_rows_", tuple(A.shape[::-1]), width))
+        self._state_devices.append(x.device)
         return torch.zeros_like(x)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -112,7 +117,7 @@ class KVProbe(NoStates, Cache):
     def layout(self, name: str, dtype: torch.dtype, device: torch.device) -> KVLayout:
         """Return the layout of the KV cache of a model called ``name``.
 
-        ``dtype`` and ``device`` are those of its weights; a model that does not attend has them.
+        ``dtype`` is that of its weights, which a model that does not attend has; ``device`` is where its rows enter.
 
         Raises UnsupportedModelError if a layer does not attend through the hook once, or a dtype is not served.
         """
@@ -141,7 +146,6 @@ class KVProbe(NoStates, Cache):
             raise UnsupportedModelError(f"{name} attends in {' and '.join(dtypes)}; a KV cache has one dtype.")
         if pairs:
             dtype = pairs[0][0].dtype
-            device = pairs[0][0].device
         if dtype not in FLOATS:
             served = ", ".join(map(str, FLOATS))
             what = "attends" if pairs else "computes"
@@ -152,4 +156,8 @@ class KVProbe(NoStates, Cache):
         sources = [next(layer for layer, (k, v) in enumerate(pairs) if k is key and v is value) for key, value in pairs]
         sources += range(num_layers, len(shapes))
         ids = tuple(layer_ids) if states else None
-        return KVLayout(tuple(shapes), tuple(sources), dtype, device, ids, states, indexers=tuple(indexers))
+        layout = KVLayout(tuple(shapes), tuple(sources), dtype, device, ids, states, indexers=tuple(indexers))
+        devices = [key.device for key in (*(key for key, _ in pairs), *map(self._index_keys.__getitem__, indexers))]
+        if set(devices) | set(self._state_devices) <= {device}:
+            return layout
+        return replace(layout, devices=tuple(devices), state_devices=tuple(self._state_devices))

@@ -15,8 +15,9 @@ from transformers.distributed import DistributedConfig
 
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.models.parameter_shapes import other_shapes
+from specdec_fast.models.placement import devices_of, expect_in_memory, place
 from specdec_fast.models.quantized_checkpoint import config_with_codes
-from specdec_fast.models.quantized_linears import how_quantised_by, refuse_saving
+from specdec_fast.models.quantized_linears import how_quantised_by, quantized_linears, refuse_saving
 from specdec_fast.models.rounded_loading import RoundingConfig
 from specdec_fast.models.rounded_models import quantised_already, round_rows, round_weights, rounded_copy
 from specdec_fast.quantization.rounding import A8
@@ -31,6 +32,7 @@ def load_model(
     role: str = "target",
     quantization: str | None = None,
     tp_size: int = 1,
+    device_map: str | Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Load a Hugging Face model by name or folder, or the one in a GGUF file, or return a loaded one unchanged.
 
@@ -44,23 +46,25 @@ def load_model(
         role: name of the source in errors; for a ``"draft"``, ``device`` is that of the target.
         quantization: one of ``QUANTIZATIONS``; None: weights stay as they are.
         tp_size: number of processes over which it is sharded, all of which make this call in one process group.
+        device_map: over which devices its modules are spread, as ``from_pretrained`` takes it; None: all on ``device``.
 
     Raises ConfigError if there is no such model or device; if files are damaged, weights are missing or have other
     shapes, or the model needs code of its own; if a loaded model has another dtype or device than asked for, has no
-    weights, is in training mode, or is spread over devices; or if a draft is sharded over processes.
+    weights, is in training mode, or is spread over devices without hooks that move rows between them; if a draft is
+    sharded over processes; or if ``device_map`` is given with a loaded model or quantised weights.
     NotYetSupportedError if ``tp_size`` cannot divide the codes of a checkpoint.
     """
     setting = "draft_quantization" if role == "draft" else "quantization"
     if isinstance(source, nn.Module):  # RaggedModel refuses a module that is no Hugging Face model
+        if device_map is not None:
+            raise ConfigError(f"device_map={device_map!r}, but {role} is loaded already; leave device_map out.")
         _check_loaded(source, dtype, device, role)
-        if quantization is None:
-            return source
-        if is_sharded(source):
-            raise ConfigError(f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights.")
-        return rounded_copy(source, quantization, setting)
+        return source if quantization is None else _rounded_copy(source, quantization, role, setting)
     if not isinstance(source, (str, os.PathLike)) or not isinstance(name := os.fspath(source), str) or not name:
         what = "empty" if isinstance(source, str) else f"a {type(source).__name__}"
         raise ConfigError(f"{role} is {what}; expected the name or folder of a Hugging Face model, or a loaded one.")
+    if device_map is not None:
+        return _loaded_on_devices(name, dtype, device_map, quantization)
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _expect_usable(device)
@@ -74,28 +78,67 @@ def load_model(
         options = _options_of(name, setting, rounding, device)
         if tp_size > 1:
             options["distributed_config"] = DistributedConfig(tp_size=tp_size)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name,
-            **options,
-            dtype=dtype or "auto",
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they become an error that names them
-        )
+        model, info = _from_pretrained(name, dtype, options)
         model = (model if tp_size > 1 else model.to(device)).eval()
     except NotYetSupportedError:
         raise
     except Exception as error:  # no such model, damaged files, no memory; every reader raises errors of its own
-        reason = why_unreadable(error)
-        missing = "" if Path(name).exists() else " (there is no such folder)"
-        raise ConfigError(f"cannot load {name!r}{missing} onto {device}: {reason}") from cause_shown(error)
+        raise _unloadable(name, str(device), error) from cause_shown(error)
     _expect_complete(name, model, info)
     if quantization == A8:
         round_rows(model, setting)
     return refuse_saving(model)
 
 
-def _expect_complete(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+def _rounded_copy(model: PreTrainedModel, quantization: str, role: str, setting: str) -> PreTrainedModel:
+    if is_sharded(model):
+        raise ConfigError(f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights.")
+    return rounded_copy(model, quantization, setting)
+
+
+def _loaded_on_devices(
+    name: str, dtype: torch.dtype | None, device_map: str | Mapping[str, Any], quantization: str | None
+) -> PreTrainedModel:
+    where = f"device_map={device_map!r}"
+    if not isinstance(device_map, str):
+        expect_in_memory(device_map)
+    try:
+        config = None if is_gguf(name) else AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if quantization is not None or config is None or how_quantised_by(config) is not None:
+            raise ConfigError(
+                f"{where}, but the weights of {name!r} are in few bits, which are kept on one device; leave it out, or "
+                "load a checkpoint of floating-point numbers, without quantization."
+            )
+        model, info = _from_pretrained(name, dtype, {"device_map": device_map})
+        placed_by = getattr(model, "hf_device_map", {})
+        if len(set(map(str, placed_by.values()))) > 1:
+            place(model, placed_by)
+        model = model.eval()
+    except ConfigError:
+        raise
+    except Exception as error:  # as in `load_model`; also without accelerate, or for a map without some module
+        raise _unloadable(name, where, error) from cause_shown(error)
+    _expect_complete(name, model, info)
+    return refuse_saving(model)
+
+
+def _from_pretrained(name: str, dtype: torch.dtype | None, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return AutoModelForCausalLM.from_pretrained(
+        name,
+        **options,
+        dtype=dtype or "auto",
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they become an error that names them
+    )
+
+
+def _unloadable(name: str, where: str, error: Exception) -> ConfigError:
+    missing = "" if Path(name).exists() else " (there is no such folder)"
+    return ConfigError(f"cannot load {name!r}{missing} onto {where}: {why_unreadable(error)}")
+
+
+def _expect_complete(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     if mismatched := list(info["mismatched_keys"]):
         raise ConfigError(f"{name!r} has {other_shapes(mismatched)}")
     if absent := sorted(info["missing_keys"]):  # transformers would leave them random
@@ -180,11 +223,12 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
             f"{name} has weights on the meta device, which keeps no numbers: {', '.join(absent[:3])} ({len(absent)} "
             "in all); load it with from_pretrained, onto one device that has memory for all of it."
         )
-    places = list(dict.fromkeys(str(parameter.device) for parameter in weights.values()))
-    if len(places) > 1:
+    places = devices_of(model)
+    if len(places) > 1 and (not hasattr(model, "_hf_hook") or quantized_linears(model)):
+        why = "its weights are in few bits" if hasattr(model, "_hf_hook") else "nothing moves rows between these"
         raise ConfigError(
-            f"{name} is spread over {', '.join(places)}, but all KV pages of an engine lie on one device; load it onto "
-            "one, or shard a target over processes by its tensor-parallel plan (docs/scaling.md)."
+            f"{name} is spread over {', '.join(map(str, places))}, but {why}; load it by device_map in floating point, "
+            "or onto one device, or shard a target over processes by its tensor-parallel plan (docs/scaling.md)."
         )
     if role == "draft" and is_sharded(model):
         raise ConfigError(f"{name} is sharded over processes; load the draft whole, in every process.")
@@ -193,11 +237,11 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
         raise ConfigError(
             f"dtype={dtype}, but the loaded {name} is {has.dtype}; load it in that dtype, or leave dtype out."
         )
-    if device is None or has.device.type == device.type:
+    if device is None or places[0].type == device.type:
         return
     if role == "draft":
-        raise ConfigError(f"the loaded {name} is on {has.device}, its target on {device}; move one to the other's.")
-    raise ConfigError(f"device={device}, but the loaded {name} is on {has.device}; move it, or leave device out.")
+        raise ConfigError(f"the loaded {name} is on {places[0]}, its target on {device}; move one to the other's.")
+    raise ConfigError(f"device={device}, but the loaded {name} is on {places[0]}; move it, or leave device out.")
 
 
 def is_sharded(model: nn.Module) -> bool:

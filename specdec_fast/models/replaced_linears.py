@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from specdec_fast.model_watch import OwnForward, replaced_forward
+from specdec_fast.models.placement import moves_rows
 from specdec_fast.models.quantized_linears import QuantizedLinear
 from specdec_fast.models.row_counts import FUNCTIONS, chunks, is_aligned, kind_of, sizes_of
 from specdec_fast.ops import Ops
@@ -46,7 +47,10 @@ class Linears:
         # ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once
         self.real_rows: Mapping[int, int] | None = None
         self._exchanged = [(module, name) for module in model.modules() if (name := _function_of(module))]
-        self._forwards = [(m.__dict__, OwnForward(self._forward, m, name)) for m, name in self._exchanged]
+        self._forwards = [
+            (m.__dict__, OwnForward(self._moving if hasattr(m, "_hf_hook") else self._forward, m, name))
+            for m, name in self._exchanged
+        ]
 
     def served(self, are_chunked: bool) -> list[nn.Module]:
         """Return the modules that the op ``linear`` computes, with or without chunks."""
@@ -108,6 +112,10 @@ class Linears:
             return self._multiply(module, rows)
         return self.compute(function, rows, module.weight, module.bias)
 
+    def _moving(self, module: Any, function: str, rows: Tensor) -> Tensor:
+        """Compute a linear whose replaced hook would have moved the rows to its device."""
+        return self._forward(module, function, rows.to(module.weight.device))
+
     def _multiply(self, module: QuantizedLinear, rows: Tensor) -> Tensor:
         """Compute a quantised linear, whose op has one order for any number of rows; zeros in rows of padding."""
         flat = module.ordered(stored(rows).reshape(-1, rows.shape[-1]))
@@ -125,7 +133,8 @@ _QUANTIZED = "quantized"
 def _function_of(module: nn.Module) -> str | None:
     if isinstance(module, QuantizedLinear):
         return _QUANTIZED if replaced_forward(module) is None else None
-    if replaced_forward(module) is not None or type(getattr(module, "weight", None)) not in _PLAIN:
+    is_own = replaced_forward(module) is None or moves_rows(module)
+    if not is_own or type(getattr(module, "weight", None)) not in _PLAIN:
         return None  # other code has replaced it, or it is quantised
     if type(module).forward is nn.Linear.forward:
         return "linear"

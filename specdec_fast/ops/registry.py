@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,21 @@ class Ops:
         return self.chosen.get(op) in all_ops()[op].trees
 
 
+@dataclass(frozen=True)
+class OpsOfDevices(Ops):
+    """Ops for tensors of several types of devices: each call runs what was chosen for the device of its tensors."""
+
+    by_type: Mapping[str, Ops] = field(default_factory=dict, repr=False)
+
+    def is_invariant(self, op: str) -> bool:
+        """Return whether this holds on every type of device."""
+        return all(ops.is_invariant(op) for ops in self.by_type.values())
+
+    def has_trees(self, op: str) -> bool:
+        """Return whether this holds on every type of device."""
+        return all(ops.has_trees(op) for ops in self.by_type.values())
+
+
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
@@ -206,6 +221,37 @@ def resolve(device: torch.device, backend: str = AUTO, dtype: torch.dtype | None
             )
     unchecked = Ops(chosen, _load(chosen, check=False) | missing)
     return Ops(chosen, _load(chosen, check=True) | missing, unchecked)
+
+
+def resolve_all(devices: Iterable[torch.device], backend: str = AUTO, dtype: torch.dtype | None = None) -> Ops:
+    """Choose an implementation of every op for each of several devices; see ``resolve``.
+
+    The result's ``chosen`` names the backends of an op, one for each type of device.
+    """
+    by_type = {device.type: resolve(device, backend, dtype) for device in devices}
+    if len(by_type) == 1:
+        return next(iter(by_type.values()))
+    unchecked = {type_: ops.unchecked or ops for type_, ops in by_type.items()}
+    chosen = {
+        op: ", ".join(dict.fromkeys(ops.chosen[op] for ops in by_type.values()))
+        for op in all_ops()
+        if all(op in ops.chosen for ops in by_type.values())
+    }
+    return OpsOfDevices(
+        chosen, _dispatched(by_type), OpsOfDevices(chosen, _dispatched(unchecked), by_type=unchecked), by_type=by_type
+    )
+
+
+def _dispatched(by_type: Mapping[str, Ops]) -> dict[str, Callable[..., Any]]:
+    def for_device(name: str) -> Callable[..., Any]:
+        functions = {type_: ops.functions[name] for type_, ops in by_type.items()}
+
+        def dispatched(*args: Any, **kwargs: Any) -> Any:
+            return functions[_device_of(args, kwargs).type](*args, **kwargs)
+
+        return dispatched
+
+    return {name: for_device(name) for name in all_ops()}
 
 
 def _load(chosen: Mapping[str, str], check: bool) -> dict[str, Callable[..., Any]]:

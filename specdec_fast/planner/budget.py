@@ -103,6 +103,31 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
+class SpreadMemory(EngineMemory):
+    """The memory of an engine whose target is spread over devices, each of which has the same budget.
+
+    ``target`` is the part of the target on the device where rows enter, and ``drafter`` is there, too. Every setting
+    is limited by the device on which it leaves least.
+    """
+
+    others: tuple[EngineMemory, ...] = ()  # of every other device, the target's part alone
+
+    def terms(self, setting: EngineSetting) -> dict[str, int]:
+        """Return the bytes of each term on the device with most."""
+        of_each = (super().terms(setting), *(other.terms(setting) for other in self.others))
+        return max(of_each, key=lambda terms: sum(terms.values()))
+
+    def bytes_per_page(self, setting: EngineSetting) -> int:
+        """Return the bytes of a page on the device where it has most."""
+        return max(super().bytes_per_page(setting), *(other.bytes_per_page(setting) for other in self.others))
+
+    def positions_within(self, budget: int, setting: EngineSetting) -> int:
+        """Return how many KV positions fit on every device."""
+        here = EngineMemory(self.target, self.drafter, self.page_size, self.is_estimate, self.states_for)
+        return min(memory.positions_within(budget, setting) for memory in (here, *self.others))
+
+
+@dataclass(frozen=True)
 class Ask:
     """What is asked for, best first: what is shrunk first to fit into a budget stands last."""
 

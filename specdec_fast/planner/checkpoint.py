@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ from specdec_fast.config import EngineConfig
 from specdec_fast.errors import ConfigError, SpecDecError
 from specdec_fast.kv_cache.state_pool import StateShape, bytes_per_slot
 from specdec_fast.models.model_checks import max_positions
+from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import probe_of
 from specdec_fast.models.quantized_checkpoint import ModelCodes, fields_of_codes
 from specdec_fast.models.quantized_linears import PackedExperts, how_quantised, quantized_linears
 from specdec_fast.models.rounded_models import expect_whole_codes, tensors_after_rounding
 from specdec_fast.models.sharded import Exchanges, exchanges_of, expect_divisible_heads, first_parts
-from specdec_fast.ops import Ops, resolve
+from specdec_fast.ops import Ops, resolve, resolve_all
 from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
 from specdec_fast.quantization.packed_weight import PackedWeight
 from specdec_fast.quantization.rounding import A8
@@ -62,7 +63,7 @@ def checkpoint_sizes(
     model: Any = source if isinstance(source, nn.Module) else _on_meta(source, dtype)
     config = model.config.get_text_config(decoder=True)
     try:
-        hf = HFModel(model, _ops_of(model.device), probe_of(config.vocab_size, model.device))
+        hf = HFModel(model, _ops_of(devices_of(model)), probe_of(config.vocab_size, model.device))
         layout = hf.layout
     except SpecDecError as error:
         raise ConfigError(f"the memory of {type(model).__name__} cannot be laid out: {error}") from error
@@ -222,9 +223,9 @@ def _on_meta(source: Any, dtype: torch.dtype | None) -> PreTrainedModel:
     return model
 
 
-def _ops_of(device: torch.device) -> Ops:
-    if device.type != "meta":
-        return resolve(device)
+def _ops_of(devices: Sequence[torch.device]) -> Ops:
+    if devices[0].type != "meta":
+        return resolve_all(devices)
     return resolve(torch.device("cpu")).replaced(
         grouped_linear=_empty_products, grouped_quantized_linear=_empty_products_of_codes
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.errors import DrafterError
-from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part
+from specdec_fast.planner.budget import EngineMemory, EngineSetting, Part, SpreadMemory
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, storage_bytes, weights_of
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -47,12 +47,14 @@ def loaded_memory(
     a number of bytes that is none.
     """
     target_bytes = storage_bytes(weights_of(target.model))
-    layout = target.layout
-    states = layout.bytes_per_slot if layout.states else None
-    part = Part(sum(target_bytes.values()), layout.bytes_per_token, partial(_target_terms, target), states)
+    part, *parts = [_target_part(target, device) for device in target.layout.all_devices]
+    memory_of = EngineMemory
+    if parts:
+        others = tuple(EngineMemory(each, None, page_size, True, states_for) for each in parts)
+        memory_of = partial(SpreadMemory, others=others)  # type: ignore[assignment]
     if drafter is None:
-        return EngineMemory(part, None, page_size, target.program is None, states_for)
-    others = {address: size for address, size in _weights_of(drafter).items() if address not in target_bytes}
+        return memory_of(part, None, page_size, target.program is None, states_for)
+    own = {address: size for address, size in _weights_of(drafter).items() if address not in target_bytes}
 
     def drafter_terms(setting: EngineSetting) -> dict[str, int]:
         counts = setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens
@@ -62,9 +64,21 @@ def loaded_memory(
         return _checked_bytes("bytes_per_sequence", drafter.bytes_per_sequence(most_draft_tokens))
 
     per_token = _checked_bytes("bytes_per_token", drafter.bytes_per_token)
-    drafts = Part(sum(others.values()), per_token, drafter_terms, drafter_states if drafter_states(0) else None)
+    drafts = Part(sum(own.values()), per_token, drafter_terms, drafter_states if drafter_states(0) else None)
     is_estimate = target.program is None or drafter.estimates_memory
-    return EngineMemory(part, drafts, page_size, is_estimate, states_for)
+    return memory_of(part, drafts, page_size, is_estimate, states_for)
+
+
+def _target_part(target: RaggedModel, device: torch.device) -> Part:
+    """Return the part of a target on one of the devices of its layers; what steps need is counted on each."""
+    weights = weights_of(target.model)
+    layout = target.layout
+    if layout.is_spread:
+        weights = (tensor for tensor in weights if tensor.device == device)
+        layout = layout.on_device(device)
+    states = layout.bytes_per_slot if layout.states else None
+    size = sum(storage_bytes(weights).values())
+    return Part(size, layout.bytes_per_token, partial(_target_terms, target), states)
 
 
 def _weights_of(drafter: HoldsMemory) -> dict[int, int]:

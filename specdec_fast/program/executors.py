@@ -174,13 +174,15 @@ _OF_INSTRUCTION = {
 }
 
 
-def executor_for(ops: Ops, device: torch.device) -> tuple[Executor | None, str | None]:
+def executor_for(ops: Ops, device: torch.device, *others: torch.device) -> tuple[Executor | None, str | None]:
     """Return a function that makes a program of a ``Plan``, and None; or None and the reason why there is no executor.
 
     An executor computes ops itself, or lets the engine's ops compute rows of any number, so the engine must have chosen
     the executor's backend for these ops: otherwise a program would have other bits than the chosen ops. Ops that a plan
     does not use may have any backend, or none; for an op of the plan the function raises a NotLowerableError.
     """
+    if others:
+        return None, f"its layers lie on several devices ({', '.join(map(str, (device, *others)))})"
     backends = [backend for backend, (device_type, _) in EXECUTORS.items() if device_type == device.type]
     for backend in backends:
         if not _other_backends(ops, backend, _IN_EVERY_PROGRAM):

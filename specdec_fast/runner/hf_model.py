@@ -8,7 +8,7 @@ any particular architecture.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import get_ident
@@ -25,6 +25,7 @@ from specdec_fast.kv_cache.cache_rules import CacheRules
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.kv_cache.layer_layout import MOST_DRAFT_TOKENS
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.kv_cache.spread_cache import SpreadCache
 from specdec_fast.model_arguments import cache_argument, takes_positions
 from specdec_fast.models.experts import expert_configs
 from specdec_fast.models.hidden_states import Taps
@@ -36,6 +37,7 @@ from specdec_fast.models.model_checks import (
     sliding_layers,
     takes_length_of_each_row,
 )
+from specdec_fast.models.placement import computing_rows
 from specdec_fast.models.probe import probe_of
 from specdec_fast.models.recurrent_functions import own_cache, use_state_slots, why_own_recurrence
 from specdec_fast.models.replaced_functions import active_cache, hooked, lock_of
@@ -51,11 +53,17 @@ class HFModel:
     Its attention function, experts and linears are replaced only during a forward, and by one thread at a time. Its
     recurrent functions are replaced for good, and compute from state slots only during a forward.
     ``token_ids`` ``[n]`` int64 are a short text with which the model is probed. Recurrent states have room for
-    ``most_draft_tokens`` of a sequence.
+    ``most_draft_tokens`` of a sequence. ``devices`` are those of its layers, if hooks move rows between several; the
+    rows enter and the logits leave on that of ``token_ids``.
     """
 
     def __init__(
-        self, model: PreTrainedModel, ops: Ops, token_ids: Tensor, most_draft_tokens: int = MOST_DRAFT_TOKENS
+        self,
+        model: PreTrainedModel,
+        ops: Ops,
+        token_ids: Tensor,
+        most_draft_tokens: int = MOST_DRAFT_TOKENS,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.model = model
         self._ops = ops
@@ -69,13 +77,18 @@ class HFModel:
         self._cache_argument = cache_argument(model)
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._takes_positions = takes_positions(model)
-        self._masks = masks(self.config, model.device)
+        self._masks = masks(self.config, token_ids.device)
+        self._output_layer: Any = None  # which receives the rows whose logits are wanted, if layers are spread
+        if is_spread := len(devices) > 1:
+            self._output_layer = model.get_output_embeddings()
+            self._has_logits_to_keep = self._output_layer is not None
+        self._on_cpu = "cpu" in {device.type for device in (token_ids.device, *devices)}
         use_state_slots(model)
-        self.cache_class = own_cache(PagedCache, model)
+        self.cache_class = own_cache(SpreadCache if is_spread else PagedCache, model)
         probe = own_cache(KVProbe, model)(ops)
         self._probe(probe, token_ids)
         # shapes and dtype of the KV entries of one position, and of the states of a sequence
-        layout = probe.layout(type(model).__name__, model.dtype, model.device)
+        layout = probe.layout(type(model).__name__, model.dtype, token_ids.device)
         self.layout = replace(layout, most_draft_tokens=most_draft_tokens)
         # of the decoder, whatever they compute
         self.num_layers = self.config.num_hidden_layers if self.layout.states else self.layout.num_layers
@@ -183,7 +196,7 @@ class HFModel:
         if wanted is not None and (missing := row_padding.padding(num_wanted)):
             wanted = pad(wanted, (0, missing))
         self.linears.real_rows = cache.real_rows if row_padding.multiple > 1 else None
-        with one_thread() if row_padding.multiple > 1 and token_ids.device.type == "cpu" else nullcontext():
+        with one_thread() if row_padding.multiple > 1 and self._on_cpu else nullcontext():
             logits = self.call(token_ids[None], positions[None], cache, wanted)[0]
         if cache.num_advanced != len(self.layout.states):
             raise UnsupportedModelError(
@@ -209,7 +222,7 @@ class HFModel:
     ) -> Tensor:
         """Call the Hugging Face model: ``[1, T]`` ids and positions to logits ``[1, R, vocab_size]``."""
         given: dict[str, Any] = {self._cache_argument: cache}
-        if logit_rows is not None and self._has_logits_to_keep:
+        if logit_rows is not None and self._has_logits_to_keep and self._output_layer is None:
             given["logits_to_keep"] = logit_rows
         if self._takes_positions:
             given["position_ids"] = positions
@@ -217,7 +230,11 @@ class HFModel:
             given["attention_mask"] = self._masks
         token = active_cache.set(cache)
         try:
-            output = self.model(input_ids=token_ids, use_cache=True, **given)
+            if self._output_layer is None or logit_rows is None:
+                output = self.model(input_ids=token_ids, use_cache=True, **given)
+            else:
+                with computing_rows(self._output_layer, logit_rows):
+                    output = self.model(input_ids=token_ids, use_cache=True, **given)
             return stored(output.logits)
         finally:
             active_cache.reset(token)

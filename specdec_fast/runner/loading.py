@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from specdec_fast.config import EngineConfig
 from specdec_fast.errors import RankError, SpecDecError
 from specdec_fast.models.loading import load_model
+from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import named_failures
 from specdec_fast.models.rounded_parts import round_parts
 from specdec_fast.models.sharded import expect_shardable, sharded_copy
-from specdec_fast.ops import resolve
+from specdec_fast.ops import resolve_all
 from specdec_fast.quantization.rounding import ROUNDINGS
 from specdec_fast.ranks.exchange import ABORTED, Ranks
 from specdec_fast.ranks.messages import Failure, Loaded, LoadTarget
@@ -54,9 +55,9 @@ def load_target(
         config.device,  # type: ignore[arg-type]
         quantization=None if rounds_parts else config.quantization,
         tp_size=config.tp_size,
+        device_map=config.device_map,
     )
-    weight = next(model.parameters())
-    ops = resolve(weight.device, config.backend, weight.dtype)
+    ops = resolve_all(devices_of(model), config.backend, next(model.parameters()).dtype)
     with named_failures(model):
         ranks = None
         if connect is not None:

@@ -27,6 +27,7 @@ from specdec_fast.model_watch import Numbers, Watch, check_repeats, error_of_cha
 from specdec_fast.models import model_checks
 from specdec_fast.models.hidden_states import checked_taps
 from specdec_fast.models.loading import eos_token_ids, is_sharded
+from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import named_failures, probe_of
 from specdec_fast.models.sharded import sharded_copy
 from specdec_fast.ops import Ops
@@ -56,8 +57,7 @@ class RaggedModel:
     Attributes:
         model: the Hugging Face model, as given; of a sharded one, a copy over this process's part of the weights.
         hf: runs its forwards by PyTorch.
-        layout: shapes and dtype of the KV entries of one position, and of the recurrent states of a sequence. These
-            have room for ``most_draft_tokens`` of a verification, or of a proposal.
+        layout: of the KV entries of a position, and of a sequence's recurrent states, with ``most_draft_tokens``.
         vocab_size: width of its logits.
         max_positions: number of positions that it can serve; None if its config has no limit.
         eos_token_ids: ids that end a text, from its generation config.
@@ -98,8 +98,9 @@ class RaggedModel:
         self._watch: Watch | None = None
         self._numbers: Numbers | None = None
         self._structure: Watch | None = None
-        self._executor, self.why_no_program = executor_for(ops, model.device)
-        self._capture = capture_for(model.device)
+        devices = devices_of(model)
+        self._executor, self.why_no_program = executor_for(ops, *devices)
+        self._capture = capture_for(*devices)
         if enforce_eager:
             self._executor = None
             self.why_no_program = "enforce_eager=True"
@@ -108,9 +109,9 @@ class RaggedModel:
         self.eos_token_ids = eos_token_ids(model)
         config = model.config.get_text_config(decoder=True)
         self.max_positions = model_checks.max_positions(config)
-        probe = probe_of(config.vocab_size, model.device)
+        probe = probe_of(config.vocab_size, devices[0])
         with named_failures(model):
-            self.hf = HFModel(model, ops, probe, most_draft_tokens)
+            self.hf = HFModel(model, ops, probe, most_draft_tokens, devices)
             self._probe_logits = partial(self.hf.dense_logits, probe)
             logits = self._probe_logits()
             model_checks.expect_numbers(model, logits)
@@ -123,9 +124,8 @@ class RaggedModel:
             if not self.has_program:
                 self.check_logits(probe, logits)
             with self.hf.hooked():
-                hf = self.hf
-                of_cache = (self.layout, hf.make_cache, page_size)
-                model_checks.check_ignores_answers(type(model).__name__, hf.call, *of_cache)
+                asked = (self.hf.call, self.layout, self.hf.make_cache, page_size)
+                model_checks.check_ignores_answers(type(model).__name__, *asked)
 
     @property
     def name(self) -> str:

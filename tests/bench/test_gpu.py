@@ -109,6 +109,13 @@ def test_two_ranks_are_compared_with_plain_decoding(smoke):
     assert all(row["equal"] == row["outputs"] > 0 for row in found["rows"])
 
 
+def test_layers_on_several_devices_are_compared_with_plain_decoding(smoke):
+    found = smoke[1]["parts"]["devices"]
+    assert found["devices"] == ["cpu"], "a GPU's test has it beside the CPU"
+    assert len(found["rows"]) == 8
+    assert all(row["equal"] == row["outputs"] > 0 for row in found["rows"])
+
+
 def test_decoding_measures_what_was_requested(smoke):
     found, sizes = smoke[1]["parts"]["decoding"], gpu_decoding.SMOKE
     assert found["logit_distance"] <= found["logit_distance_bound"]
@@ -202,6 +209,7 @@ def test_what_a_task_has_no_time_for_is_named(name, monkeypatch):
         "programs": "float32",
         "drafters": "plain at batch 2, temperature 0",
         "ranks": "2 ranks, plain and draft model",
+        "devices": "plain at batch 1, temperature 0",
         "graphs": "plain step at batch 2",
         "graph_gates": "eqspec in float32",
         "decoding": "logits of a verification",

@@ -47,7 +47,7 @@ def compared(first, second):
 
     for batch_size, tokens in ((1, first), (4, second)):
         case = gpu_ranks.Case("plain", batch_size, 0.0)
-        progress.attempt(str(case), partial(gpu_ranks._compare, partial(decoded, tokens), case, found, progress))
+        progress.attempt(str(case), partial(gpu_ranks.compare, partial(decoded, tokens), case, found, progress))
     return {failure["what"]: failure["why"] for failure in progress.result["failures"]}
 
 

@@ -154,6 +154,8 @@ class SelfDrafter(Drafter):
                 f"{refused}its recurrent layers keep one state of a sequence, which draft rows would advance; pass a "
                 "drafter that is no copy of the target, such as 'ngram'."
             )
+        if target.layout.is_spread:
+            raise NotYetSupportedError(f"{refused}its layers lie on several devices; pass a draft model, or 'ngram'.")
         if target.is_sharded:
             raise NotYetSupportedError(
                 f"{refused}its weights are sharded over processes, and a copy would round a part of each; pass a draft "

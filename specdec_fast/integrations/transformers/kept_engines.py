@@ -17,7 +17,7 @@ from specdec_fast.model_watch import Watch
 
 _PLACE = "_specdec_fast_engine"  # the attribute of a model that has its engine
 _MOST_ROWS = 64  # of a step, unless the caller has a config; more rows are decoded as a window
-_NOT_YOURS = ("device", "dtype", "quantization")  # fields that would move or change the caller's model
+_NOT_YOURS = ("device", "device_map", "dtype", "quantization")  # fields that would move or change the caller's model
 _making = Lock()
 _Result = TypeVar("_Result")
 

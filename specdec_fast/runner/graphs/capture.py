@@ -126,9 +126,9 @@ def _in_turn(pieces: list[HostCall]) -> None:
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 
 
-def capture_for(device: torch.device) -> Capture | None:
-    """Return what records forwards as graphs on ``device``; None where nothing does."""
-    make = CAPTURES.get(device.type)
+def capture_for(device: torch.device, *others: torch.device) -> Capture | None:
+    """Return what records forwards as graphs on ``device``; None where nothing does, or if they use others as well."""
+    make = None if others else CAPTURES.get(device.type)
     return None if make is None else make(device)
 
 

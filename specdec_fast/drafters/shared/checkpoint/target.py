@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from specdec_fast.drafters.shared.checkpoint.settings import LayerConfig
 from specdec_fast.errors import ConfigError, SpecDecError, VocabularyMismatchError
 from specdec_fast.models.hidden_states import checked_taps, default_taps
+from specdec_fast.models.placement import copied_to
 from specdec_fast.models.sharded import whole_end
 from specdec_fast.ops.checks import stored
 from specdec_fast.ranks.messages import GatherEnd
@@ -17,17 +18,22 @@ from specdec_fast.runner.ragged_model import RaggedModel
 
 
 def embedding_of(target: RaggedModel) -> Any:
-    """Return a target's embedding; of a sharded target a whole copy, of which the drafter counts the memory."""
+    """Return a target's embedding.
+
+    A whole copy if the target is sharded, and one on the device where rows enter if it lies on another one; the drafter
+    counts the memory of a copy.
+    """
     return _end_of(target, is_output=False)
 
 
 def output_layer_of(target: RaggedModel) -> Any:
-    """Return a target's output layer; of a sharded target a whole copy."""
+    """Return a target's output layer; as ``embedding_of``."""
     return _end_of(target, is_output=True)
 
 
 def _end_of(target: RaggedModel, is_output: bool) -> Any:
-    return target.in_all_ranks(GatherEnd(is_output), partial(whole_end, target.model, is_output))
+    layer = target.in_all_ranks(GatherEnd(is_output), partial(whole_end, target.model, is_output))
+    return copied_to(layer, target.layout.device) if target.layout.is_spread else layer
 
 
 def check_target(config: LayerConfig, target: RaggedModel) -> None:
