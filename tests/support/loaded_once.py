@@ -18,10 +18,11 @@ def bundled_models_loaded_once() -> Iterator[None]:
     """In the ``with`` block engines of the bundled pair share its models, which they do not change."""
     models: dict[Any, Any] = {}
 
-    def loaded(source, dtype, device, role="target", quantization=None, tp_size=1):
+    def loaded(source, dtype, device, role="target", quantization=None, tp_size=1, device_map=None):
         is_path = isinstance(source, (str, os.PathLike))
-        if quantization is not None or tp_size > 1 or not is_path or Path(source).parent != demo_pair():
-            return load_model(source, dtype, device, role, quantization, tp_size)
+        is_plain = quantization is None and device_map is None
+        if not is_plain or tp_size > 1 or not is_path or Path(source).parent != demo_pair():
+            return load_model(source, dtype, device, role, quantization, tp_size, device_map)
         key = (str(source), dtype, device, role)
         if key not in models:
             models[key] = load_model(source, dtype, device, role)
