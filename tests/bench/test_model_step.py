@@ -154,7 +154,7 @@ def test_a_forward_without_rows_reads_every_byte_of_quantised_weights_once(weigh
         sizes = [panels_of(each.parameter) * (inputs + 4 * ceil(inputs / 128)) for each in chosen
                  for inputs in each.parameter.shape[1:]]  # fmt: skip
     else:
-        sizes = [each.num_bytes for each in chosen]
+        sizes = [each.bytes_of(each.parameter) for each in chosen]
     kernels = forward_kernels(record(shape, VOCAB, torch.bfloat16, weights), Batch(0, 1, 8), FUSED)
     found = sum(kernel.num_bytes for kernel in kernels)
     assert found == plain - sum(each.parameter.nbytes for each in chosen) + sum(sizes)

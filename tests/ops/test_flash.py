@@ -193,7 +193,7 @@ def test_a_model_is_probed_with_the_pages_it_will_have(deterministic, monkeypatc
     """FlashAttention takes pages of 256; probes of a loaded model must not ask for others."""
     ops = resolve(CPU, "torch").replaced(paged_attention=flash.paged_attention)
     ops = replace(ops, unchecked=replace(ops, unchecked=None))
-    monkeypatch.setattr("specdec_fast.runner.loading.resolve", lambda device, backend, dtype: ops)
+    monkeypatch.setattr("specdec_fast.runner.loading.resolve_all", lambda devices, backend, dtype: ops)
     settings = {"max_batch_size": 2, "num_draft_tokens": 2, "deterministic": deterministic}
     model = tiny_model("llama").to(torch.bfloat16)
     engine = Engine(model, truncated_copy(model, 1).to(torch.bfloat16), page_size=256, **settings)
