@@ -1,6 +1,6 @@
 """A target sharded over two processes of one thread, relative to one process of two threads: same cores, same rows.
 
-The shape of Qwen3-0.6B with random weights, in bf16, on a CPU. One process makes both engines, one with ``tp_size=2``,
+The shape of Qwen3-0.6B with random weights, in bf16 or rounded, on a CPU. One process makes both engines, one with ``tp_size=2``,
 and lets them decode in turn.
 """
 
@@ -18,6 +18,7 @@ import torch
 import specdec_fast as sd
 from bench.common import report
 from bench.common.pairs import PAIRS, random_model, random_prompts
+from specdec_fast.quantization.rounding import ROUNDINGS
 
 _CPU = torch.device("cpu")
 _NUM_DRAFT_TOKENS = 4
@@ -34,7 +35,11 @@ def tokens_per_second(engine: sd.Engine, prompts: list[list[int]], num_tokens: i
 
 def measured(folder: str, draft: Any, vocab_size: int, args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Return the speeds of every repeat, by engine and batch size, after one that is not counted."""
-    settings: dict[str, Any] = {"max_batch_size": max(args.batch_sizes), "num_draft_tokens": _NUM_DRAFT_TOKENS}
+    settings: dict[str, Any] = {
+        "max_batch_size": max(args.batch_sizes),
+        "num_draft_tokens": _NUM_DRAFT_TOKENS,
+        "quantization": args.quantization,
+    }
     engines = {name: sd.Engine(folder, draft, tp_size=size, **settings) for name, size in _ENGINES.items()}
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in _ENGINES}
     for batch_size in args.batch_sizes:
@@ -57,6 +62,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--quantization", choices=ROUNDINGS, help="rounds the target's weights (default: bf16)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     torch.set_num_threads(2)
