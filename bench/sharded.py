@@ -1,7 +1,7 @@
 """A target sharded over two processes of one thread, relative to one process of two threads: same cores, same rows.
 
-The shape of Qwen3-0.6B with random weights, in bf16 or rounded, on a CPU. One process makes both engines, one with ``tp_size=2``,
-and lets them decode in turn.
+The shape of Qwen3-0.6B with random weights, in bf16 or rounded, on a CPU. One process makes both engines, one with
+``tp_size=2``, and lets them decode in turn.
 """
 
 from __future__ import annotations
