@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -113,15 +113,15 @@ class EngineConfig:
     quantization: str | None = None
     draft_quantization: str | None = None
     device: torch.device | str | None = None
-    device_map: str | Mapping[str, Any] | None = None
+    device_map: str | Mapping[str, Any] | None = field(default=None, hash=False)
     tp_size: int = 1
     backend: str = "auto"
     deterministic: bool = True
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, as_plain(getattr(self, field.name)))
+        for each in fields(self):
+            object.__setattr__(self, each.name, as_plain(getattr(self, each.name)))
         for name, kind in (("method", str), ("backend", str), ("deterministic", bool), ("enforce_eager", bool)):
             if not isinstance(getattr(self, name), kind):
                 expected = "True or False" if kind is bool else "a string"
@@ -274,6 +274,10 @@ def _as_device_map(value: Any) -> str | dict[str, Any] | None:
 
 
 def _as_mapped(name: str, device: Any) -> int | str:
-    if type(device) is int or device == "disk":  # a GPU by its number; loading refuses the disk
+    if (type(device) is int and device >= 0) or device == "disk":  # a GPU by its number; loading refuses the disk
         return device
+    if device is None or isinstance(device, int):
+        raise ConfigError(
+            f"device_map[{name!r}]={device!r}: expected cpu, cuda, cuda:1 or the like, or a GPU's number."
+        )
     return str(_as_device(device, f"device_map[{name!r}]"))

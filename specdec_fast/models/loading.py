@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.models.parameter_shapes import other_shapes
-from specdec_fast.models.placement import devices_of, expect_in_memory, place
+from specdec_fast.models.placement import devices_of, expect_device_of_each, expect_in_memory, place
 from specdec_fast.models.quantized_checkpoint import config_with_codes
 from specdec_fast.models.quantized_linears import how_quantised_by, quantized_linears, refuse_saving
 from specdec_fast.models.rounded_loading import RoundingConfig
@@ -93,6 +93,11 @@ def load_model(
 def _rounded_copy(model: PreTrainedModel, quantization: str, role: str, setting: str) -> PreTrainedModel:
     if is_sharded(model):
         raise ConfigError(f"{role} is sharded over processes, and {setting}={quantization!r} rounds whole weights.")
+    if len(devices := devices_of(model)) > 1:
+        raise ConfigError(
+            f"{role} is spread over {', '.join(map(str, devices))}, and weights in few bits are kept on one device; "
+            f"leave {setting} out, or load it onto one."
+        )
     return rounded_copy(model, quantization, setting)
 
 
@@ -110,6 +115,8 @@ def _loaded_on_devices(
                 "load a checkpoint of floating-point numbers, without quantization."
             )
         model, info = _from_pretrained(name, dtype, {"device_map": device_map})
+        if not isinstance(device_map, str):
+            expect_device_of_each(model, device_map)
         placed_by = getattr(model, "hf_device_map", {})
         if len(set(map(str, placed_by.values()))) > 1:
             place(model, placed_by)

@@ -41,17 +41,12 @@ def place(model: Any, device_map: Mapping[str, Any]) -> None:
     weight that two modules share is copied if they lie on different devices. Names of single weights are skipped.
 
     Raises:
-        ConfigError: a module would lie on the disk, or the map has no device for a weight.
+        ConfigError: a module would lie on the disk, the map has no device for a weight, or names nothing in the model.
     """
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 
     expect_in_memory(device_map)
-    prefixes = tuple(map(_dot, device_map))
-    bare = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(prefixes)]
-    if bare:
-        raise ConfigError(
-            f'device_map names no device for {", ".join(bare[:3])} ({len(bare)} in all); add their modules, or "".'
-        )
+    expect_device_of_each(model, device_map)
     remove_hook_from_submodules(model)  # brings weights back from the CPU's memory, too
     modules = dict(model.named_modules())
     skipped = getattr(model, "_skip_keys_device_placement", None)
@@ -65,6 +60,24 @@ def place(model: Any, device_map: Mapping[str, Any]) -> None:
         root = AlignDevicesHook(entry_device(model), io_same_device=True, skip_keys=skipped)
         add_hook_to_module(model, root)
     model.hf_device_map = dict(device_map)
+
+
+def expect_device_of_each(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if a map has no device for a weight of a model, or names nothing in it."""
+    prefixes = tuple(map(_dot, device_map))
+    bare = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(prefixes)]
+    if bare:
+        raise ConfigError(
+            f'device_map names no device for {", ".join(bare[:3])} ({len(bare)} in all); add their modules, or "".'
+        )
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = {name for name, _ in (*model.named_modules(remove_duplicate=False), *tensors)}
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"device_map names {', '.join(unknown[:3])} ({len(unknown)} in all), which a {type(model).__name__} has "
+            "not got; take names of model.named_modules()."
+        )
 
 
 def expect_in_memory(device_map: Mapping[str, Any]) -> None:

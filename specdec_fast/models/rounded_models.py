@@ -253,6 +253,7 @@ def replace_weights(
 ) -> None:
     """Replace linears and experts by rounded ones; ``done`` has by name what is rounded already, and loses it.
 
+    ``weights`` becomes empty, so that nothing keeps a linear that has been replaced.
     Raises ConfigError if a weight has numbers that cannot be rounded, or there is no linear.
     """
     if all(each.is_of_experts for each in weights):
@@ -260,7 +261,10 @@ def replace_weights(
             f"quantization={quantization!r}, but {type(model).__name__} has no linear layers that can be rounded "
             "(plain torch.nn.Linear with weights of a floating dtype); leave it out."
         )
-    for each in weights:
+    waiting = weights[::-1]
+    weights.clear()
+    while waiting:
+        each = waiting.pop()
         packed = done.pop(each.name) if each.name in done else each.rounded(each.parameter)
         dtype = each.parameter.dtype
         if each.is_of_experts:

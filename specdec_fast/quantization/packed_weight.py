@@ -208,10 +208,12 @@ def codes_of(weight: PackedWeight) -> Tensor:
 def part_of(weight: PackedWeight, outputs: slice, inputs: slice) -> PackedWeight:
     """Return some outputs and inputs of a weight, with the same codes and scales.
 
-    Raises ValueError if a boundary of the inputs lies within a group, unless all of them do, or if scales have two
-    levels.
+    Raises ValueError if a boundary of the inputs lies within a group, unless all of them do, if scales have two levels,
+    or if nothing is left.
     """
     size = weight.group_size
+    if outputs.start == outputs.stop or inputs.start == inputs.stop:
+        raise ValueError("there are fewer of them than parts")
     first = inputs.start // size
     last = (inputs.stop - 1) // size
     is_cut = inputs.start % size or (inputs.stop % size and inputs.stop != weight.in_features)

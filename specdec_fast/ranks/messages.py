@@ -75,6 +75,7 @@ class ComputeForward(NamedTuple):
     batch: dict[str, Any]  # from ``packed``
     logit_rows: np.ndarray | None
     num_slots: int  # of states, which the pool of rank 0 has; 0 without recurrent layers
+    num_growths: int  # of these; graphs are recorded again in all ranks after a growth that has failed in one, too
     has_taps: bool  # whether rank 0 takes the hidden states of its taps
 
 

@@ -93,7 +93,9 @@ class Follower:
         if isinstance(message, ComputeForward):
             batch = unpacked(message.batch, device)
             pool = self._pools[message.pool]
-            pool.have_slots(message.num_slots)
+            if pool.states is not None:
+                pool.have_slots(message.num_slots)
+                pool.states.num_growths = message.num_growths
             logit_rows = on_device(message.logit_rows, device)
             # nobody reads them, but the same graphs are needed as in rank 0
             hidden_states = target.empty_hidden_states(len(batch.token_ids)) if message.has_taps else None

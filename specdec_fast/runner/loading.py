@@ -58,14 +58,14 @@ def load_target(
         device_map=config.device_map,
     )
     ops = resolve_all(devices_of(model), config.backend, next(model.parameters()).dtype)
+    ranks = None
+    if connect is not None:
+        model, ranks = sharded_copy(model, shares_weights=False)
+        connect(ranks)
+    if rounds_parts:
+        assert config.quantization is not None
+        round_parts(model, fspath(source), config.quantization)
     with named_failures(model):
-        ranks = None
-        if connect is not None:
-            model, ranks = sharded_copy(model, shares_weights=False)
-            connect(ranks)
-            if rounds_parts:
-                assert config.quantization is not None
-                round_parts(model, fspath(source), config.quantization)
         target = RaggedModel(model, ops, config.page_size, config.enforce_eager, most_draft_tokens, ranks)
         if config.deterministic:
             make_deterministic(target)

@@ -26,6 +26,8 @@ MAP = {"": "cpu"}
         ({"device_map": {}}, r"device_map=\{\}: expected one of auto"),
         ({"device_map": {0: "cpu"}}, r"device_map=\{0: 'cpu'\}: expected one of auto"),
         ({"device_map": {"lm_head": "abacus"}}, r"device_map\['lm_head'\]='abacus': expected cpu, cuda"),
+        ({"device_map": {"": None}}, r"device_map\[''\]=None: expected cpu, cuda"),
+        ({"device_map": {"": -1}}, r"device_map\[''\]=-1: expected cpu, cuda"),
         ({"device_map": {"lm_head": "meta"}}, r"device_map\['lm_head'\]='meta' stores no values"),
     ],
 )
@@ -42,6 +44,22 @@ def test_nothing_is_offloaded_to_the_disk():
 def test_a_map_without_some_module(target):
     with pytest.raises(sd.ConfigError, match=r"names no device for model.embed_tokens.weight, .*\(2 in all\)"):
         place(copy.deepcopy(target), {"model.layers": "cpu", "lm_head": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ({"model.norm": "cpu"}, r"names no device for model.embed_tokens.weight, .*; add their modules"),
+        ({"": "cpu", "model.layerz.0": "cpu"}, r"names model.layerz.0 \(1 in all\), which a LlamaForCausalLM has not"),
+    ],
+)
+def test_maps_that_do_not_fit_the_model(device_map, message):
+    with pytest.raises(sd.ConfigError, match=message):
+        sd.Engine(PAIR / "target", None, device_map=device_map)
+
+
+def test_a_config_with_a_map_can_be_hashed():
+    assert hash(sd.EngineConfig(device_map={"": "cpu"})) == hash(sd.EngineConfig(device_map={"": "cpu"}))
 
 
 def test_a_loaded_model_takes_no_map(target):

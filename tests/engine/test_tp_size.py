@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from specdec_fast.assets import demo_pair
 from specdec_fast.kv_cache.forward_layout import batch_without_pages
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
+from specdec_fast.kv_cache.state_pool import StateShape
 from specdec_fast.planner.checkpoint import checkpoint_sizes
 from specdec_fast.ranks.exchange import ABORTED
 from specdec_fast.ranks.messages import UseTaps
@@ -30,14 +32,22 @@ from specdec_fast.runner.follower import Follower
 from specdec_fast.runner.graphs.store import GraphSpec, GraphStore
 from specdec_fast.runner.leader import Leader
 from specdec_fast.runner.model_memory import bytes_of, weights_of
-from support.checkpoint_codes import write_with_codes
 from support.graph_follower import ranks_as_on_gpus
 from support.graphs import LIMITS
 from support.grids import grid
 from support.recurrent_models import recurrent_model
 from support.scripted_drafter import Scripted
 from support.scripted_trees import RandomTrees
-from support.tp_size import PROMPTS, SIZES, engine_of, params_of, plainly, saved, together
+from support.tp_size import (
+    PROMPTS,
+    SIZES,
+    engine_of,
+    expect_bits_of_plain_decoding,
+    params_of,
+    plainly,
+    saved,
+    together,
+)
 
 ENDED_SECONDS = 30.0
 
@@ -65,16 +75,6 @@ def has_ended(process_id):
     while is_alive(process_id) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not is_alive(process_id)
-
-
-def expect_bits_of_plain_decoding(engine):
-    """Decode plainly, then together with drafts of any K; pools grow, and prefixes are shared."""
-    expected = plainly(engine)
-    engine.drafter.texts = [token_ids for token_ids, _ in expected]
-    assert together(engine) == expected
-    for most in (0, 1, 3):
-        assert together(engine, num_draft_tokens=most) == expected
-    return expected
 
 
 def test_bits_depend_neither_on_the_batch_nor_on_k_and_an_interrupt_loses_nothing(folder, monkeypatch):
@@ -221,24 +221,6 @@ def test_other_models_and_numbers_of_ranks_have_equal_bits(kind, tp_size, settin
     assert all(has_ended(other) for other in others)
 
 
-@pytest.mark.grid
-def test_rounded_parts_have_the_codes_of_one_process(tmp_path):
-    """If a rank's inputs of every linear are whole groups: then only the order of sums differs.
-
-    A rank's part of keys and values has so few outputs that a whole linear of this size would not be rounded.
-    """
-    pytest.importorskip("accelerate")
-    sizes = {"hidden_size": 768, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    folder = saved(tmp_path, "tied", **sizes)
-    first, kinds = [], []
-    for tp_size in (1, 2):
-        with engine_of(folder, None, tp_size, dtype="float32", quantization="int4", num_draft_tokens=0) as engine:
-            first.append([logprobs[0] for _, logprobs in together(engine)])
-            kinds.append(set(engine.describe()["linear_bytes"]))
-    assert first[0] == pytest.approx(first[1], abs=1e-4)
-    assert kinds == [{"int4", "int8"}] * 2
-
-
 @pytest.mark.parametrize(
     "family",
     grid(
@@ -271,55 +253,27 @@ def test_every_rank_has_the_states_of_recurrent_layers(family, tmp_path):
         assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
 
 
-def written_with_codes(folder, name, **sizes):
-    """Write a target with codes, whose inputs two ranks divide into whole groups of 32."""
-    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128} | sizes
-    torch.manual_seed(0)
-    write_with_codes(folder, Qwen3ForCausalLM(Qwen3Config(**sizes)), name)
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    "checkpoint",
-    grid(
-        {
-            "int4": ("int4", {}),
-            "int8, eagerly": ("int8", {"enforce_eager": True}),
-            "fp8": ("fp8-blocks", {}),
-            "gptq": ("gptq", {"quantization": "a8"}),
-            "awq": ("awq", {"dtype": "bfloat16"}),
-        },
-        keep=["gptq"],
-    ),
-)
-def test_each_rank_keeps_its_part_of_a_checkpoints_codes(checkpoint, tmp_path):
-    pytest.importorskip("accelerate")
-    name, settings = checkpoint
-    folder = written_with_codes(tmp_path, name)
-    settings = {"dtype": "float32"} | settings
-    first = []
-    for tp_size in (1, 2):
-        with engine_of(folder, RandomTrees([]), tp_size, **settings) as engine:
-            found = expect_bits_of_plain_decoding(engine) if tp_size == 2 else plainly(engine)
-            first.append([logprobs[0] for _, logprobs in found])
-            sizes = checkpoint_sizes(folder, engine.target.layout.dtype, settings.get("quantization"), tp_size)
-            assert bytes_of(weights_of(engine.target.model)) == sizes.weights
-    assert first[0] == pytest.approx(first[1], abs=1e-4 if settings["dtype"] == "float32" else 0.1)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("name", "sizes", "why"),
-    [
-        ("gptq-act-order", {}, r"its inputs have another order \(desc_act\), and the plan divides them"),
-        ("int4", {"intermediate_size": 96}, "inputs 0 to 48 are not whole groups of 32"),
-    ],
-)
-def test_codes_that_cannot_be_divided(name, sizes, why, tmp_path):
-    pytest.importorskip("accelerate")
-    folder = written_with_codes(tmp_path, name, **sizes)
-    with pytest.raises(sd.NotYetSupportedError, match=f"tp_size does not serve the codes of model.layers.*: {why}"):
-        engine_of(folder, None)
+def test_a_follower_counts_the_growths_of_rank_0(monkeypatch):
+    """Graphs are recorded again after a growth, even after one that has failed in rank 0 alone."""
+    cpu = torch.device("cpu")
+    states = (StateShape("conv_rows_", (3, 4), 0, torch.float32),)
+    layout = replace(KVLayout.uniform(1, 1, 1, torch.float32, cpu), states=states)
+    follower = Follower(rank=1, num_ranks=2)
+    target = SimpleNamespace(layout=layout, forward=lambda *_: None)
+    monkeypatch.setattr(follower, "_target", target)
+    pool = PagePool(layout, 8, 4)
+    monkeypatch.setattr(follower, "_pools", {0: PagePool(layout, 8, 4)})
+    leader = Leader(InThisProcess(follower), num_threads=1)
+    monkeypatch.setitem(leader._numbers, pool, 0)
+    batch = batch_without_pages(torch.zeros(2, dtype=torch.int64, device=cpu))
+    for num_slots, fails in ((5, False), (9, True)):
+        if fails:
+            pool.states.num_growths += 1
+        else:
+            pool.have_slots(num_slots)
+        leader.compute(lambda *_: 3, batch, pool, None, None)
+        of_follower = follower._pools[0].states
+        assert (of_follower.num_slots, of_follower.num_growths) == (5, pool.states.num_growths)
 
 
 def aborted(*_):

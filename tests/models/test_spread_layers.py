@@ -180,6 +180,11 @@ def test_a_copy_of_the_target_does_not_draft():
         sd.Engine(spread(tiny_model("llama"), [FIRST, "cpu", SECOND]), "self", deterministic=False)
 
 
+def test_a_spread_model_is_not_rounded():
+    with pytest.raises(sd.ConfigError, match=r"target is spread over .*; leave quantization out"):
+        sd.Engine(spread(tiny_model("llama"), [FIRST, "cpu", SECOND]), None, quantization="int8")
+
+
 @pytest.mark.parametrize("other", [FIRST, "cpu"])
 def test_an_operation_on_two_devices_fails(other):
     rows = torch.ones(2, 3).to(SECOND)

@@ -55,6 +55,8 @@ def test_a_part_has_the_weights_of_its_outputs_and_inputs(kind):
     for inputs in (slice(0, 48), slice(48, 100), slice(16, 64)):
         with pytest.raises(ValueError, match="not whole groups of 32"):
             part_of(weight, slice(0, 70), inputs)
+    with pytest.raises(ValueError, match="fewer of them than parts"):
+        part_of(weight, slice(70, 70), slice(0, 100))
     eight = pack(codes, numbers(70, 4).to(torch.int8), None, None, 32, INT8)
     with pytest.raises(ValueError, match="two levels"):
         part_of(with_super_scales(eight, numbers(70, 1).half(), None), slice(0, 70), slice(0, 100))

@@ -47,3 +47,13 @@ def together(engine, **settings):
     params = [params_of(i, **settings) for i in range(len(PROMPTS))]
     outputs = engine.generate(PROMPTS, params, progress=False)
     return [(output.raise_for_error().token_ids, output.logprobs) for output in outputs]
+
+
+def expect_bits_of_plain_decoding(engine):
+    """Decode plainly, then together with drafts of any K; pools grow, and prefixes are shared."""
+    expected = plainly(engine)
+    engine.drafter.texts = [token_ids for token_ids, _ in expected]
+    assert together(engine) == expected
+    for most in (0, 1, 3):
+        assert together(engine, num_draft_tokens=most) == expected
+    return expected
