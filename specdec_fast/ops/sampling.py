@@ -121,7 +121,7 @@ def _adjusted(logits: Tensor, committed: Tensor, fed: Tensor, sampling: Sampling
         emitted = torch.cat([committed[int(added.num_prompt[b]) :], fed[1:]])
         counts = emitted[_inside(emitted, logits)].bincount(minlength=len(logits)).double()
         logits = logits - float(added.frequency_penalties[b]) * counts
-        logits = logits - float(added.presence_penalties[b]) * (counts > 0)
+        logits = logits - float(added.presence_penalties[b]) * (counts > 0).double()  # a bool would make it fp32
     return logits
 
 

@@ -20,8 +20,8 @@ from support.grids import each_value_once, grid
 from support.op_cases import CPU, each_case, each_dtype, make
 from support.op_checks import device_for, same_bits
 from support.sampling_by_hand import targets_by_hand
-from support.strategies import CPP, TRITON, CallSizes, verify_calls
-from support.strategies_sampling import sampled_calls
+from support.strategies import CPP, TRITON, CallSizes, VerifyCall, verify_calls
+from support.strategies_sampling import Rule, SampledCall, sampled_calls
 from support.strategies_trees import TreeCall, tree_calls
 from support.trees import paths_of
 
@@ -215,6 +215,22 @@ VOCAB_SIZES = st.integers(2, 70) | st.sampled_from((255, 256, 1025, 4097))
 def calls(limits: CallSizes, batch: int) -> st.SearchStrategy[TreeCall]:
     greedy, sampled = (make_calls(limits, VOCAB_SIZES, batch) for make_calls in (verify_calls, sampled_calls))
     return tree_calls(greedy | sampled)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+def test_a_presence_penalty_that_fp32_has_not_got_decides(backend):
+    """The accepted token 0 is less likely by so little that fp32 would round it to nothing."""
+    rule = Rule(0.0, 0, 1.0, 0.0, 1.0, num_seen=0, num_prompt=0, presence=2e-127, frequency=0.0, position=0)
+    call = SampledCall(VerifyCall((2,), 2, 1, (), (), "contiguous", torch.float32, 0), (rule,), False, True, 0)
+    args = call.make(CPU)
+    added = args["sampling"].adjustments
+    added = replace(added, bias_values=torch.zeros_like(added.bias_values))
+    args |= {"token_ids": torch.tensor([0, 0]), "sampling": replace(args["sampling"], adjustments=added)}
+    expected = verify_by_hand(**args)
+    assert expected[1:] == ([1], [1])  # one row accepted, then token 1
+    assert tuple(x.tolist() for x in OP.load("torch")(**args)) == expected
+    own = {name: moved(value, device_for(OP, backend)) for name, value in args.items()}
+    assert tuple(x.tolist() for x in OP.load(backend)(**own)) == expected
 
 
 @fuzz(40)
