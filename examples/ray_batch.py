@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             file.write(json.dumps(result | ({"error": row["output_error"]} if row["output_error"] else {})) + "\n")
     stats, num_failed = sum_stats(done), sum(bool(row["output_error"]) for row in done)
     print(f"{len(done)} rows, {num_failed} failed, {stats.num_emitted_tokens} tokens")
-    print(f"{stats.mean_acceptance_length:.2f} tokens per step, {stats.acceptance_rate:.0%} of the drafts accepted")
+    print(f"{stats.mean_acceptance_length:.2f} tokens per step with drafts, {stats.acceptance_rate:.0%} accepted")
     return int(num_failed > 0)
 
 

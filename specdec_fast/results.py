@@ -35,8 +35,11 @@ class DecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted per step, counted before the cut at EOS: accepted + 1 on average."""
-        return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
+        """Tokens emitted per step with draft tokens, counted before the cut at EOS: accepted + 1 on average.
+
+        It is 1 if nothing was drafted, and 0 before the first step.
+        """
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts) if self.num_steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:

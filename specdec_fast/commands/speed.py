@@ -39,7 +39,7 @@ class Run:
         tokens: the tokens of each prompt.
         seconds: from the call to the last token.
         token_seconds: of each prompt with tokens after its first chunk: seconds per token after that chunk.
-        mean_acceptance_length: tokens per sequence and step.
+        mean_acceptance_length: tokens per sequence and step with draft tokens.
         acceptance_rate: share of draft tokens that were accepted.
     """
 

@@ -213,17 +213,18 @@ class Drafter(ABC):
     """Proposes tokens. A poor proposal costs time and changes no output, because the target verifies every token.
 
     The engine calls ``prepare`` when a run begins, and ``grow`` when later requests need more KV positions. It calls
-    ``admit`` before it asks for a sequence's first draft. In each step it calls ``propose`` and, after committing the
-    target's tokens, ``commit``. It calls ``release`` when a sequence leaves, for whatever reason. If other sequences
-    need the KV pages of a sequence, the engine releases it as well, and admits it again later, with more tokens. The
-    engine may run steps of a sequence without asking for a draft, and it may never admit a sequence.
+    ``admit`` before it asks for a sequence's first draft, which it does after the sequence's first token. In each step
+    it calls ``propose`` and, after committing the target's tokens, ``commit``. It calls ``release`` when a sequence
+    leaves, for whatever reason. If other sequences need the KV pages of a sequence, the engine releases it as well, and
+    admits it again later, with more tokens. The engine may run steps of a sequence without asking for a draft, and it
+    may never admit a sequence.
 
     A drafter with ``taps`` receives hidden states of the target. The engine admits every sequence to it, before the
     target computes the sequence's first row. From then on the hidden states of every committed position but the newest
-    (of positions 0 to ``length - 2``, I3) arrive once and in order: those of the prompt, chunk by chunk, by
-    ``observe``, and those of every step by ``commit``, also if nothing was drafted in it. The last prompt token is a
-    row of the first step, so ``observe`` is not called for a prompt of one token. A released sequence that is admitted
-    again starts again at position 0.
+    (of positions 0 to ``length - 2``, I3) arrive once and in order: those of the prompt but its last token, chunk by
+    chunk, by ``observe``, and those of every step by ``commit``, also if nothing was drafted in it. The last prompt
+    token is a row of the first step, so ``observe`` is not called for a prompt of one token. A released sequence that
+    is admitted again starts again at position 0.
 
     With ``EngineConfig.prefix_cache`` the engine does not compute rows whose KV entries it has kept of other sequences.
     A drafter with taps never receives their hidden states, so the engine keeps nothing for it unless it sets

@@ -38,6 +38,7 @@ from specdec_fast.engine.step import (
     commit_emissions,
     commit_to_drafter,
     draft_limits,
+    may_draft,
     propose,
     release,
     step_error,
@@ -122,8 +123,10 @@ class EngineCore:
         self.drafts_forced = True
         self._pools = Pools(target, drafter, config, self.prefixes)
         self._row_limit = RowLimit()
-        most_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
-        most_logit_rows = None if config.memory_bytes is None else most_rows  # the budget has logits for so many
+        self._most_rows = most_logit_rows = None
+        if config.memory_bytes is not None:  # for which the budget has memory
+            self._most_rows = config.max_prefill_tokens
+            most_logit_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
         limits = (config.max_prefill_tokens, self._row_limit, most_logit_rows)
         self._prefilling = Prefilling(target, drafter, self.prefixes, *limits)
         self._residents = Residents(self._pools, self.prefixes, self._prefilling, scheduler, drafter, config, max_nodes)
@@ -291,6 +294,7 @@ class EngineCore:
         limits = draft_limits(self.length_policy, batch)
         if self.drafts_forced:
             limits = limits_with_forced(batch, limits, self.length_policy.max_draft_tokens)
+        limits = [limit if may_draft(sequence) else 0 for sequence, limit in zip(batch, limits, strict=True)]
         may_branch = self.length_policy.may_branch
         if self._row_limit.most is not None:
             batch, limits = self._row_limit.fit(batch, limits)
@@ -305,7 +309,8 @@ class EngineCore:
         pool = self._pools.pool()
         self._finished = 0.0
         num_done = 0
-        while chunk := self._prefilling.next_chunk(pool, num_done):
+        room = self._room_for_prompts()
+        while chunk := self._prefilling.next_chunk(pool, num_done, room):
             num_done += sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
             self._in_step = list(chunk)
             with self.stats.timer("prefill"):
@@ -314,12 +319,22 @@ class EngineCore:
             if self._row_limit.most is not None:
                 break
 
+    def _room_for_prompts(self) -> int:
+        """Return how many rows of prompts, beside their last ones, the forward of a step has room for."""
+        most_rows = self.target.row_padding.largest
+        if self._most_rows is not None:
+            most_rows = min(most_rows, self._most_rows)
+        most = self.scheduler.max_batch_size
+        num_drafting = min(most, sum(map(may_draft, self.resident)))
+        num_verified = min(most, len(self.resident)) + num_drafting * self.length_policy.max_draft_tokens
+        return max(0, most_rows - num_verified)
+
     @torch.inference_mode()
     def _launch(self, batch: list[Sequence], limits: list[int], node_limits: list[int]) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
         timer = self.stats.timer
         started = perf_counter()
-        self._row_limit.num_rows = len(batch) + sum(node_limits)
+        self._row_limit.num_rows = sum(s.num_uncomputed for s in batch) + sum(node_limits)
         forced = forced_tokens(batch, limits) if self.drafts_forced and have_grammars(batch) else None
         asked = limits if forced is None else limits_of_drafter(limits, forced)
         admit_new(self.drafter, batch, asked, timer, self._prefilling.is_tapped)
@@ -330,10 +345,16 @@ class EngineCore:
                 draft, depths = completed(draft, batch, limits, forced)
         drafted = perf_counter()
         drafts = (draft.token_ids, draft.num_draft_tokens, draft.parents)
-        with timer("verify"):
-            verification = self.target.verify_step(self._pools.pool(), batch, *drafts)
-        timer.move(verification.accept_seconds, "verify", "accept")
-        return Step(batch, limits, draft, depths, verification, started, drafted, node_limits != limits)
+        pool = self._pools.pool()
+        all_may_draft = all(map(may_draft, batch))
+        with timer("prefill"):
+            prompts = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
+        stage = "prefill" if prompts else "verify"
+        with timer(stage):
+            verification = self.target.verify_step(pool, batch, *drafts)
+        timer.move(verification.accept_seconds, stage, "accept")
+        may_branch = node_limits != limits
+        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompts, all_may_draft)
 
     def _end_prefilled(self, chunk: Iterable[Sequence]) -> None:
         """Let the sequences of a chunk that end with their prompts leave, and those whose scores failed."""
@@ -449,6 +470,8 @@ class EngineCore:
                 rows = outcome.accepted_rows(verification.counts)
                 scores = emission_scores(batch, rows, outcome.emissions, verification.logits)
                 self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
+                if verification.prompt_hidden_states is not None:
+                    self._prefilling.observe(step.prompts, verification.prompt_hidden_states)
         except Exception as error:
             self._prepare_retry(error)
             return []
@@ -458,7 +481,8 @@ class EngineCore:
             lost = commit_to_drafter(self.drafter, step, rows, emitted, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
-        if len(emitted) == len(batch):  # else the policy has forgotten a sequence that has left
+        # Else it says nothing of the policy's K, or the policy has forgotten a sequence that has left.
+        if step.all_may_draft and len(emitted) == len(batch):
             self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
         self.stats.add_step(len(emitted), bool(lost))

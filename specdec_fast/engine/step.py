@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.drafters import Draft, Drafter, StepResult
 from specdec_fast.engine.row_limit import RowLimit, is_out_of_memory
 from specdec_fast.errors import DrafterError, InvalidLogitsError, NoAllowedTokenError, RequestError, StepError
@@ -43,6 +44,8 @@ class Step:
     started: float  # when drafting began, with the drafter's prefill of new sequences, by ``perf_counter``
     drafted: float  # when it ended
     may_branch: bool  # whether a tree might have more nodes than a chain has tokens
+    prompts: list[Rows]  # the rows of its forward in front of the verified ones, of prompts; see ``StepPlan``
+    all_may_draft: bool  # whether ``may_draft`` holds for all of the batch
 
     def observation(self, outcome: Outcome, last_finished: float) -> StepObservation:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``.
@@ -69,6 +72,14 @@ def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
     limits = policy.checked_limits(batch)
     most = [sequence.params.num_draft_tokens for sequence in batch]
     return [k if m is None else min(k, m) for k, m in zip(limits, most, strict=True)]
+
+
+def may_draft(sequence: Sequence) -> bool:
+    """Return whether a sequence may have draft tokens in a step: not before its first token, nor with a prompt's rows.
+
+    So no drafting delays a first token, and the steps of a request do not depend on which rows its prompt has in one.
+    """
+    return sequence.num_uncomputed == 1 and sequence.length > sequence.prompt_length
 
 
 def expect_max_nodes(drafter: Drafter) -> None:
@@ -119,7 +130,8 @@ def propose(
     """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and keep those that are worth their rows.
 
     Args:
-        drafter: not called if all limits are 0 (every sequence is at its last token, or K is 0).
+        drafter: not called if all limits are 0 (every sequence is at its last token, or K is 0). It does not see the
+            sequences whose prompts have rows in the step: their limits are 0, and their hidden states are not known.
         policy: decides which of the tokens are kept, if they have scores.
         batch: ``B`` sequences.
         limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
@@ -135,6 +147,22 @@ def propose(
     """
     if not any(limits):
         return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(batch)), limits
+    shown = [i for i, sequence in enumerate(batch) if sequence.num_uncomputed == 1]
+    if len(shown) == len(batch):
+        return _checked_draft(drafter, policy, batch, limits, node_limits)
+    own = ([values[i] for i in shown] for values in (batch, limits, node_limits))
+    draft, own_depths = _checked_draft(drafter, policy, *own)  # type: ignore[arg-type]
+    counts = [0] * len(batch)
+    depths = [0] * len(batch)
+    for i, count, depth in zip(shown, draft.num_draft_tokens, own_depths, strict=True):
+        counts[i] = count
+        depths[i] = depth
+    return replace(draft, num_draft_tokens=counts), depths
+
+
+def _checked_draft(
+    drafter: Drafter, policy: LengthPolicy, batch: list[Sequence], limits: list[int], node_limits: list[int]
+) -> tuple[Draft, list[int]]:
     ends = [(s.length, s.token_ids[-1]) for s in batch]  # comparing all tokens would take longer than a step
     draft = drafter.propose_trees(list(batch), list(limits), list(node_limits))
     if [(s.length, *s.token_ids[-1:]) for s in batch] != ends:
@@ -239,7 +267,8 @@ def commit_to_drafter(
             ended[sequence] = accepted[: num_emitted[sequence]]  # a stop may have cut the tokens
     hidden_states = step.verification.hidden_states
     try:
-        drafter.commit(list(unfinished), StepResult(list(unfinished.values()), hidden_states))
+        if unfinished:
+            drafter.commit(list(unfinished), StepResult(list(unfinished.values()), hidden_states))
     except Exception as error:
         row_limit.recover(error, list(unfinished), drafter)  # raises it, if it says something else
         return list(unfinished)

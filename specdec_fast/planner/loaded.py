@@ -99,7 +99,7 @@ def _target_terms(target: RaggedModel, setting: EngineSetting) -> dict[str, int]
     prefill_rows = target.row_padding.largest
     if setting.max_prefill_tokens is not None:
         prefill_rows = min(prefill_rows, setting.max_prefill_tokens)
-    memory = forward_memory(target, {(rows, rows), (prefill_rows, 1)})
+    memory = forward_memory(target, {(rows, rows), (prefill_rows, min(rows, prefill_rows))})
     sampling = torch.get_num_threads() * target.vocab_size * _SAMPLING_BYTES
     terms = {
         "target arenas": memory.held,

@@ -114,6 +114,11 @@ class Sequence:
         return self.length - 1 if first_unscored is None else first_unscored
 
     @property
+    def num_uncomputed(self) -> int:
+        """The number of its committed tokens without KV entries: the newest (I3), or the end of its prompt."""
+        return self.length - self.target_kv_length
+
+    @property
     def samples(self) -> bool:
         """Whether its choice is other than the largest of the target's logits."""
         return self.params.temperature > 0 or self.edits_logits

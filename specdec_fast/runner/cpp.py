@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -29,9 +30,10 @@ class CppRunner(EagerRunner):
         self._program = program
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
-        """Verify in one call, unless logits processors come in between; see ``EagerRunner.verify``."""
-        if plan.has_processors:
-            return super().verify(pool, plan)
+        """Verify in one call, unless logits processors come in between or prompts have rows; see ``EagerRunner``."""
+        if plan.has_processors or plan.has_prompts:
+            found = super().verify(pool, plan)
+            return replace(found, results=found.outcome())
         before = self._program.seconds
         spans = pool.spans(plan.rows)
         if plan.parents is not None:
@@ -41,9 +43,8 @@ class CppRunner(EagerRunner):
         )
         forward_seconds = self._program.seconds - before
         outcome = Outcome(emissions, paths)
-        return Verification(
-            plan.counts, logits, outcome, forward_seconds, accept_seconds, plan.hidden_states, plan.failures
-        )
+        seconds = (forward_seconds, accept_seconds)
+        return Verification(plan.counts, logits, outcome, *seconds, plan.hidden_states, failures=plan.failures)
 
     def draft(
         self,

@@ -14,7 +14,7 @@ from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
-from specdec_fast.kv_cache.forward_layout import lay_out
+from specdec_fast.kv_cache.forward_layout import lay_out, row_layout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages, widened
@@ -68,9 +68,10 @@ class EagerRunner:
         device = plan.draft_tokens.device
         plan.read_drafts()
         token_ids = _interleaved(plan, self._vocab_size)
-        batch = lay_out(pool, plan.rows, token_ids, trees=trees)
+        rows = plan.forward_rows(token_ids) if plan.has_prompts else None
+        batch = lay_out(pool, plan.rows, token_ids if rows is None else rows.token_ids, trees=trees)
         started = perf_counter()
-        logits = self._forward(batch, pool, None, plan.hidden_states)
+        logits = self._forward(batch, pool, None if rows is None else rows.verified, plan.hidden_states)
         computed = perf_counter()
         sampling = plan.sampling()  # masks are made while a device computes the forward
         above = None if trees is None else to_device(trees.parents, device)
@@ -80,9 +81,15 @@ class EagerRunner:
             chosen_from, of_processors = processed_logits(plan, logits)
             failures = failures | of_processors
         verify_chain = (self._ops.unchecked or self._ops).verify_chain
-        results = verify_chain(chosen_from, token_ids, batch.cu_seqlens, sampling, above)
+        cu_seqlens = row_layout(tuple(plan.counts), device).cu_seqlens
+        results = verify_chain(chosen_from, token_ids, cu_seqlens, sampling, above)
+        hidden_states = plan.hidden_states
+        of_prompts = None
+        if rows is not None and hidden_states is not None:
+            of_prompts = hidden_states[rows.prompts]
+            hidden_states = hidden_states[rows.verified]
         seconds = (computed - started, perf_counter() - computed)
-        return Verification(plan.counts, logits, results, *seconds, plan.hidden_states, failures)
+        return Verification(plan.counts, logits, results, *seconds, hidden_states, of_prompts, failures)
 
     def draft(
         self,

@@ -40,8 +40,8 @@ class GraphRunner(EagerRunner):
         return super().compute(batch, pool, logit_rows, hidden_states) if logits is None else logits
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
-        """Replay the graph of a whole verification; there is none for sequences that edit logits."""
-        if plan.edits_logits or plan.has_processors:
+        """Replay the graph of a whole verification; there is none with edited logits or with rows of prompts."""
+        if plan.edits_logits or plan.has_processors or plan.has_prompts:
             return super().verify(pool, plan)
         started = perf_counter()
         layout = lay_out_on_host(pool, plan.rows)

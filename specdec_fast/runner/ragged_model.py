@@ -267,8 +267,8 @@ class RaggedModel:
 
         Args:
             pool: this model's pages.
-            sequences: ``B`` sequences; the pool has the KV entries of all their tokens but the last (with ``unread``,
-                of all their tokens).
+            sequences: ``B`` sequences; the pool has the KV entries of their first ``target_kv_length`` tokens (with
+                ``unread``, of all). The forward computes the others too: with trees and taps, that is the last alone.
             draft_tokens: ``[sum(num_draft_tokens)]`` int64 on any device, sequence after sequence.
             num_draft_tokens: number of draft tokens per sequence; 0 is allowed.
             parents: see ``Draft.parents``; None for chains. A model that verifies no trees raises NotYetSupportedError.
@@ -281,7 +281,7 @@ class RaggedModel:
             self.expect_trees()
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
-        hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + len(sequences))
+        hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + sum(s.num_uncomputed for s in sequences))
         plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states, self.vocab_size, unread)
         return self._runner.verify(pool, plan)
 

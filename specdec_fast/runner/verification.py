@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_columns, sampling_of
-from specdec_fast.device_copy import HostCopy, Joined, to_host
+from specdec_fast.device_copy import HostCopy, Joined, all_to_device, to_host
 from specdec_fast.errors import RequestError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.mask_rows import MaskRows, mask_rows, read_by_masks
@@ -23,13 +23,17 @@ from specdec_fast.trees.rows import TreeRows, rows_of_trees
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The rows of one verification: of ``B`` sequences, the last committed token and the draft tokens of each."""
+    """The rows of one verification: of ``B`` sequences, the last committed token and the draft tokens of each.
+
+    These are the ``T`` *verified* rows, whose logits are wanted. The forward has further rows in front of a sequence's
+    own, if more tokens of its prompt have no KV entries yet.
+    """
 
     sequences: list[Sequence]
     draft_tokens: Tensor  # [T - B] int64 on the model's device, sequence after sequence
     num_draft_tokens: list[int]  # per sequence
     parents: Tensor | None  # see Draft.parents, on the host; None: chains
-    hidden_states: Tensor | None  # memory for the taps of every row, [T, taps, H]; None: they are not wanted
+    hidden_states: Tensor | None  # memory for the taps of every row of the forward; None: they are not wanted
     vocab_size: int  # width of the model's logits
     # [B] int64 on the model's device: the tokens that the step before has chosen, which the host has not read, so the
     # sequences do not have them yet. None: the rows begin with the last committed tokens.
@@ -42,14 +46,37 @@ class StepPlan:
 
     @cached_property
     def rows(self) -> list[Rows]:
-        """The span of each sequence."""
+        """The span of each sequence in the forward."""
+        if self.unread is not None:
+            return [Rows(s, s.length, 1) for s in self.sequences]
         drafts = zip(self.sequences, self.num_draft_tokens, strict=True)
-        return [Rows(s, s.target_kv_length + self.ahead, count + 1, count) for s, count in drafts]
+        return [Rows(s, s.target_kv_length, s.num_uncomputed + count, count) for s, count in drafts]
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of rows of each sequence."""
+        """The number of verified rows of each sequence."""
         return [count + 1 for count in self.num_draft_tokens]
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the forward has rows that are not verified: those of prompts before their last tokens."""
+        return self.unread is None and any(sequence.num_uncomputed > 1 for sequence in self.sequences)
+
+    def forward_rows(self, token_ids: Tensor) -> ForwardRows:
+        """Return the rows of the forward; ``token_ids`` ``[T]`` are those of the verified rows."""
+        tokens: list[int] = []
+        verified: list[int] = []
+        prompts: list[int] = []
+        for sequence, count in zip(self.sequences, self.counts, strict=True):
+            uncomputed = sequence.token_ids[sequence.target_kv_length : -1]
+            prompts += range(len(tokens), len(tokens) + len(uncomputed))
+            tokens += uncomputed
+            verified += range(len(tokens), len(tokens) + count)
+            tokens += [0] * count
+        arrays = [np.array(each, np.int64) for each in (tokens, verified, prompts)]
+        rows = ForwardRows(*all_to_device(arrays, token_ids.device))
+        rows.token_ids[rows.verified] = token_ids
+        return rows
 
     @property
     def last_tokens(self) -> list[int]:
@@ -104,6 +131,14 @@ class StepPlan:
         return sampling_columns(self.sequences, self.ahead) if samples else {}
 
 
+class ForwardRows(NamedTuple):
+    """The rows of a forward some of which are not verified: those of prompts before their last tokens."""
+
+    token_ids: Tensor  # [R] int64, of all rows
+    verified: Tensor  # [T] int64, indices of the rows that are verified
+    prompts: Tensor  # [R - T] int64, indices of the others
+
+
 class Outcome(NamedTuple):
     """What a verification accepted, per sequence.
 
@@ -140,7 +175,7 @@ class Verification:
     """What one forward of the target gave. On a GPU it is only queued until ``outcome`` waits for it.
 
     Attributes:
-        counts: rows of each of ``B`` sequences, its draft tokens plus one; ``T`` in all.
+        counts: verified rows of each of ``B`` sequences, its draft tokens plus one; ``T`` in all.
         logits: ``[T, vocab_size]``, the target's.
         results: what ``verify_chain`` found, target's tokens ``[T]``, accepted draft tokens ``[B]`` and next tokens
             ``[B]``, for trees also the accepted rows ``[T]``; as a graph joined them; the same on their way to the
@@ -148,6 +183,7 @@ class Verification:
         forward_seconds: of the forward alone, on the host's clock.
         accept_seconds: of choosing and accepting, as far as it is done already.
         hidden_states: ``[T, taps, H]``, the target's; None without taps.
+        prompt_hidden_states: ``[P, taps, H]``, those of the forward's ``P`` other rows; None if it has none.
         failures: by row, the error of a request for which nothing could be chosen there.
 
     """
@@ -158,6 +194,7 @@ class Verification:
     forward_seconds: float
     accept_seconds: float
     hidden_states: Tensor | None = None
+    prompt_hidden_states: Tensor | None = None
     failures: Mapping[int, RequestError] = field(default_factory=dict)
 
     @property

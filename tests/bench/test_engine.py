@@ -102,7 +102,7 @@ def test_replayed_acceptances_share_an_engine(capsys, monkeypatch):
     drafting = [(method, p) for method in ("eqspec", "exspec") for p in (1.0, 0.0)]
     assert list(rows) == [("autoregressive", None), *drafting, ("transformers", None)]
     assert rows["eqspec", 0.0]["mean_acceptance_length"] == 1
-    assert rows["eqspec", 1.0]["mean_acceptance_length"] == 4, "8 tokens are two full steps"
+    assert rows["eqspec", 1.0]["mean_acceptance_length"] == 4, "9 tokens are the first one and two full steps"
     assert "replayed" in text
     assert len(made) == 4, "plain for the transcripts and for batch 2, eqspec, exspec"
     assert len({id(args[0]) for args in made}) == len({id(args[1]) for args in made if args[1] is not None}) == 1
@@ -120,7 +120,7 @@ def test_an_eagle3_layer_of_random_weights_is_replayed(num_ids, capsys, monkeypa
     options = ["--acceptance", "1", "--batch-sizes", "2", "--num-draft-tokens", "3", "--eagle3", str(num_ids)]
     _, result = run(capsys, [*SMOKE, *options, "--methods", "autoregressive,exspec"])
     row = next(row for row in result["rows"] if row["method"] == "exspec")
-    assert row["mean_acceptance_length"] == 4, "8 tokens are two full steps"
+    assert row["mean_acceptance_length"] == 4, "9 tokens are the first one and two full steps"
     assert result["eagle3_ids"] == num_ids
     drafter = next(engine.drafter.inner for engine in made if engine.drafter.taps)
     assert drafter.describe()["draft_vocab_size"] == num_ids

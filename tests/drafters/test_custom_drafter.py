@@ -34,7 +34,7 @@ def test_useless_drafts_change_nothing(target, prompt_ids, expected, script):
 
 
 def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
-    """A drafter that replays the expected output gets K + 1 tokens per step, so the run takes the fewest steps."""
+    """A drafter that replays the expected output gets K + 1 tokens per step after the first token."""
 
     def replay(sequence, limit):
         done = sequence.length - sequence.prompt_length
@@ -43,7 +43,7 @@ def test_perfect_drafts_are_all_accepted(target, prompt_ids, expected):
     engine = sd.Engine(target, Scripted(replay), num_draft_tokens=4)
     outputs = engine.generate(prompt_ids, PARAMS)
     assert [o.token_ids for o in outputs] == expected
-    assert [o.stats.num_steps for o in outputs] == [-(-len(tokens) // 5) for tokens in expected]
+    assert [o.stats.num_steps for o in outputs] == [1 + -(-(len(tokens) - 1) // 5) for tokens in expected]
 
 
 @pytest.mark.parametrize(

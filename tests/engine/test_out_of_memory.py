@@ -79,7 +79,7 @@ def test_prompts_are_prefilled_in_smaller_chunks(pair, expected, monkeypatch, ch
 
     def limited(batch, pool, logit_rows=None, hidden_states=None):
         logits = original(batch, pool, logit_rows, hidden_states)
-        if logit_rows is not None and len(logit_rows) == 1:
+        if logit_rows is not None:
             prefilled.append(len(batch.token_ids))
             if prefilled[-1] > 3:
                 raise ERRORS["gpu"]
@@ -97,7 +97,7 @@ def test_prompts_are_prefilled_in_smaller_chunks(pair, expected, monkeypatch, ch
 def test_a_request_that_fails_alone_gets_an_error(pair, expected, monkeypatch, place, ahead):
     """One request has no memory at any number of rows; the others finish, in the same call."""
     monkeypatch.setattr(EngineCore, "_overlap", ahead)
-    engine = sd.Engine(*pair, max_batch_size=4)
+    engine = sd.Engine(*pair, max_batch_size=4, max_prefill_tokens=8)  # so the long prompt has several chunks
     owner = engine.target if place == "verify_step" else engine.core._prefilling
 
     def failing(*args):
@@ -176,11 +176,11 @@ def test_a_prompt_that_needs_no_prefill_is_not_blamed(pair, monkeypatch):
     """A prompt of one token has no rows in a prefill."""
     engine = sd.Engine(pair[0], None, max_batch_size=4)
 
-    def failing(*args):
-        chunk = args[1]
-        return ERRORS["gpu"] if any(s.index == 1 and stop > s.target_kv_length for s, stop in chunk.items()) else None
+    def failing(*args):  # whether it is prefilled, or has its rows in a verification
+        return ERRORS["gpu"] if any(s.index == 1 and s.num_uncomputed > 1 for s in args[1]) else None
 
     wrap(monkeypatch, engine.core._prefilling, "compute", failing, works_first=False)
+    wrap(monkeypatch, engine.target, "verify_step", failing, works_first=False)
     outputs = engine.generate([[5], [1, 2], [3], [9, 8, 7]], PARAMS[0])
     assert [type(output.error) for output in outputs] == [type(None), sd.RequestMemoryError, type(None), type(None)]
 

@@ -107,11 +107,13 @@ def test_requests_of_one_step_with_one_prompt_share_one_prefill(pair, num_rows, 
     assert results(outputs) == expected
     assert sorted(cached(outputs)) == [0, *[40] * 3, *[48] * 4]
     num_of_one = len(PREFIX) - 1
-    num_of_all = num_of_one + 4 * (num_of_one % PAGE)  # 40 tokens are full pages, and the last token is a later row
-    assert sum(n for model, n in num_rows if model is engine.target) == num_of_all
+    num_of_all = num_of_one + 4 * (num_of_one % PAGE)  # 40 tokens are full pages, and the last token is another row
+    num_of_target = sum(n for model, n in num_rows if model is engine.target)
+    assert num_of_all <= num_of_target <= num_of_all + len(prompts), "the last tokens may be in the same forwards"
     if draft:  # while it prefills in chunks, the target decodes, and the draft model has these tokens to compute too
         num_of_draft = sum(n for model, n in num_rows if model is engine.drafter.model)
-        assert num_of_all <= num_of_draft <= num_of_all + 16 * ("max_prefill_tokens" in config)
+        most = num_of_all + len(prompts) + 16 * ("max_prefill_tokens" in config)  # its prompts end with first tokens
+        assert num_of_all <= num_of_draft <= most
     assert_vacant(engine)
 
 
@@ -119,7 +121,7 @@ def test_few_common_tokens_are_worth_no_forward_of_their_own(pair, num_rows):
     engine = engine_of(pair[0], None, max_batch_size=8)
     num_rows.clear()
     engine.generate([[*PREFIX[:5], *[i] * 40] for i in range(4)], GREEDY)
-    assert num_rows == [(engine.target, 4 * 44)]
+    assert num_rows == [(engine.target, 4 * 45)]
     assert engine.core.prefixes.describe(engine.core.pool)["num_pages"] >= 4 * 10 + 1, "the first page is kept once"
 
 
@@ -306,12 +308,12 @@ def test_a_draft_model_forgets_with_its_own_weights():
     outputs = engine.generate([PREFIX], GREEDY)
     assert cached(outputs) == [48], "the target's entries are still right"
     request = request_of(engine, PREFIX)
-    engine.core.add(request)
-    engine.core.step()
     fresh = engine_of(target, draft, prefix_cache=False)
     alone = request_of(fresh, PREFIX)
-    fresh.core.add(alone)
-    fresh.core.step()
+    for each, own in ((engine, request), (fresh, alone)):
+        each.core.add(own)
+        for _ in range(2):  # it drafts after the first token
+            each.core.step()
     found = [entries(e.drafter.pool, r, 49) for e, r in ((engine, request), (fresh, alone))]
     assert same_bits(*found)
     assert known.keys() & engine.drafter.pool.prefixes.page_of.keys()

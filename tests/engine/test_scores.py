@@ -92,13 +92,15 @@ def test_logits_only_where_they_are_wanted(pair, forwards, monkeypatch):
     prompts = [list(range(30)), list(range(21))]
     forwards.clear()
     engine.generate(prompts, sd.SamplingParams(max_new_tokens=1))
-    assert forwards == [(49, 1)]
+    assert forwards == [(51, 2)], "the first tokens' logits, in the forward of the prompts"
     forwards.clear()
     params = [sd.SamplingParams(max_new_tokens=1, prompt_logprobs=0), sd.SamplingParams(max_new_tokens=1)]
     engine.generate(prompts, params)
-    assert sum(rows for rows, _ in forwards) == 49
-    assert max(rows for rows, _ in forwards) == 8
-    assert [wanted for _, wanted in forwards] == [8, 8, 8, 5, 1, 1, 1]
+    *scored, last = forwards
+    assert sum(rows for rows, _ in scored) == 29
+    assert max(rows for rows, _ in scored) == 8
+    assert [wanted for _, wanted in scored] == [8, 8, 8, 5]
+    assert last == (22, 2)
 
 
 def test_a_budget_bounds_the_logits(pair, forwards):

@@ -39,7 +39,7 @@ def limits_of(drafter):
 
 
 class Fixed(sd.Drafter):
-    """Proposes the same draft for every sequence in its first step; keeps the rows that were accepted."""
+    """Proposes the same draft for every sequence after its first token; keeps the rows that were accepted."""
 
     name = "fixed"
 
@@ -48,7 +48,7 @@ class Fixed(sd.Drafter):
         self.accepted_rows = []
 
     def propose(self, sequences, limits):
-        counts = [len(self.tokens) if s.length == s.prompt_length else 0 for s in sequences]
+        counts = [len(self.tokens) if s.length == s.prompt_length + 1 else 0 for s in sequences]
         drafting = sum(map(bool, counts))
         parents = self.parents
         if isinstance(parents, list):
@@ -112,14 +112,14 @@ def test_scores_change_no_output(target, expected, parents):
 
 def test_a_drafter_of_chains_may_propose_trees_of_k_nodes(target):
     text = sd.generate(target, None, PROMPTS[:1], PARAMS)[0].token_ids
-    params = sd.SamplingParams(max_new_tokens=4, ignore_eos=True)
-    wrong = [(text[0] + 1) % VOCAB_SIZE, (text[0] + 2) % VOCAB_SIZE]
-    drafter = Fixed([*wrong, text[0]], [-1, -1, -1])
+    params = sd.SamplingParams(max_new_tokens=5, ignore_eos=True)
+    wrong = [(text[1] + 1) % VOCAB_SIZE, (text[1] + 2) % VOCAB_SIZE]
+    drafter = Fixed([*wrong, text[1]], [-1, -1, -1])
     (output,) = sd.generate(target, drafter, PROMPTS[:1], params, num_draft_tokens=3)
-    assert output.token_ids == text[:4]
+    assert output.token_ids == text[:5]
     assert drafter.accepted_rows[0] == [[0, 3]]
     with pytest.raises(sd.DrafterError, match=r"at most \[3\]"):
-        sd.generate(target, Fixed([*wrong, text[0], 5], [-1, -1, -1, 0]), PROMPTS[:1], params, num_draft_tokens=3)
+        sd.generate(target, Fixed([*wrong, text[1], 5], [-1, -1, -1, 0]), PROMPTS[:1], params, num_draft_tokens=3)
 
 
 @pytest.mark.parametrize("reason", ["one_by_one", "attention"])
@@ -142,12 +142,12 @@ def test_a_tree_of_one_branch_is_a_chain(target, expected, monkeypatch):
         return verify_step(self, *args)
 
     monkeypatch.setattr(RaggedModel, "verify_step", noting)
-    params = sd.SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=True)
+    params = sd.SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=True)
     found = []
     for parents in (None, [-1, 0, 1]):
-        drafter = Fixed([text[0], text[1], (text[2] + 1) % VOCAB_SIZE], parents)
+        drafter = Fixed([text[1], text[2], (text[3] + 1) % VOCAB_SIZE], parents)
         (output,) = sd.generate(target, drafter, PROMPTS[:1], params, num_draft_tokens=3)
-        assert (output.token_ids, output.logprobs) == (text[:4], expected[0][1][:4])
+        assert (output.token_ids, output.logprobs) == (text[:5], expected[0][1][:5])
         found.append((output.stats, drafter.accepted_rows))
     assert found[0] == found[1]
     assert found[0][1][0] == [range(3)]
@@ -157,11 +157,11 @@ def test_a_tree_of_one_branch_is_a_chain(target, expected, monkeypatch):
 def test_statistics_and_step_results_of_a_tree(target, expected):
     """A wrong branch lies before the right one. Nodes count as draft tokens, acceptance counts by depth."""
     text = expected[0][0]
-    wrong = [(text[0] + 1) % VOCAB_SIZE, (text[0] + 2) % VOCAB_SIZE]
-    drafter = Fixed([*wrong, text[0], text[1]], [-1, 0, -1, 2], max_nodes=4)
-    params = sd.SamplingParams(max_new_tokens=4, ignore_eos=True)
+    wrong = [(text[1] + 1) % VOCAB_SIZE, (text[1] + 2) % VOCAB_SIZE]
+    drafter = Fixed([*wrong, text[1], text[2]], [-1, 0, -1, 2], max_nodes=4)
+    params = sd.SamplingParams(max_new_tokens=5, ignore_eos=True)
     (output,) = sd.generate(target, drafter, PROMPTS[:1], params, num_draft_tokens=2)
-    assert output.token_ids == text[:4]
+    assert output.token_ids == text[:5]
     assert output.stats.num_draft_tokens == 4
     assert output.stats.num_accepted_tokens == 2
     assert output.stats.accepted_per_position == [1, 1]

@@ -33,20 +33,21 @@ class Case:
     prompt: tuple[str, ...] = ()  # how the prompt ends
 
 
-# Tokens 0 to 3 are the drafts of the first block where all is accepted, token 4 its bonus, token 5 the next first.
+# Token 0 is not drafted. If all is accepted, 1 to 4 are the drafts of the first block, 5 its bonus, 6 the next first.
 LETTERS = tuple("abcdefg")
 CASES = (
     Case("inside one token", ("ab", "c END d", "e"), ("END",), 2, "abc "),
     Case("a whole token", ("ab", "END", "e"), ("END",), 2, "ab"),
     Case("over two tokens", ("ab", "cEN", "Dd", "e"), ("END",), 3, "abc"),
     Case("over three tokens", ("ab", "cE", "N", "Dd", "e"), ("END",), 4, "abc"),
-    Case("first draft", LETTERS, ("a",), 1, ""),
-    Case("second draft", LETTERS, ("b",), 2, "a"),
-    Case("middle draft", LETTERS, ("c",), 3, "ab"),
-    Case("last draft", LETTERS, ("d",), 4, "abc"),
-    Case("bonus", LETTERS, ("e",), 5, "abcd"),
-    Case("next block", LETTERS, ("f",), 6, "abcde"),
-    Case("over two blocks", LETTERS, ("def",), 6, "abc"),
+    Case("first token", LETTERS, ("a",), 1, ""),
+    Case("first draft", LETTERS, ("b",), 2, "a"),
+    Case("second draft", LETTERS, ("c",), 3, "ab"),
+    Case("middle draft", LETTERS, ("d",), 4, "abc"),
+    Case("last draft", LETTERS, ("e",), 5, "abcd"),
+    Case("bonus", LETTERS, ("f",), 6, "abcde"),
+    Case("next block", LETTERS, ("g",), 7, "abcdef"),
+    Case("over two blocks", LETTERS, ("efg",), 7, "abcd"),
     Case("two in a block", LETTERS, ("d", "b"), 2, "a"),
     Case("earlier token before earlier beginning", ("a", "bc", "d"), ("abcd", "bc"), 2, "a"),
     Case("one token completes two", ("x", "abcy", "z"), ("bc", "ab"), 2, "x"),
@@ -154,14 +155,15 @@ def test_every_case_in_one_batch(play, draft, num_draft_tokens, method):
 
 
 def test_cases_stand_where_they_say(play):
-    """With the target as its own draft a first block of K + 1 tokens is emitted in one step, so is a cut one."""
+    """With the target as its own draft the block behind the first token has K + 1 tokens, or is cut."""
     engine = play.engine("itself")
-    first = {}
+    blocks = {case.name: [] for case in CASES}
     for chunk in engine.stream(play.prompts, play.params):
-        first.setdefault(CASES[chunk.index].name, chunk)
+        blocks[CASES[chunk.index].name].append((len(chunk.token_ids), chunk.finish_reason))
+    assert blocks["first token"] == [(1, "stop")]
     for number, name in enumerate(("first draft", "second draft", "middle draft", "last draft", "bonus"), start=1):
-        assert (len(first[name].token_ids), first[name].finish_reason) == (number, "stop")
-    assert (len(first["next block"].token_ids), first["next block"].finish_reason) == (K + 1, None)
+        assert blocks[name] == [(1, None), (number, "stop")]
+    assert blocks["next block"] == [(1, None), (K + 1, None), (1, "stop")]
 
 
 # What a stream gives out token by token: nothing that may still become a stop string, everything else at once.

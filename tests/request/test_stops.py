@@ -126,12 +126,12 @@ def test_ignore_eos(target, draft, prompt_ids, expected):
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 5])
 def test_draft_equal_to_target_is_accepted_whole(target, prompt, num_draft_tokens):
-    """K + 1 tokens per step, for K = 1 too: 2.0. (Counting the bonus as a draft, or dropping it, gives less.)"""
+    """K + 1 tokens per draft, for K = 1 too: 2.0. (Counting the bonus as a draft, or dropping it, gives less.)"""
     engine = sd.Engine(target, target, num_draft_tokens=num_draft_tokens)
-    params = sd.SamplingParams(max_new_tokens=6 * (num_draft_tokens + 1), ignore_eos=True)
+    params = sd.SamplingParams(max_new_tokens=1 + 6 * (num_draft_tokens + 1), ignore_eos=True)
     (output,) = engine.generate([prompt], params)
     assert output.stats.mean_acceptance_length == num_draft_tokens + 1
-    assert output.stats.num_steps == 6
+    assert output.stats.num_steps == 1 + 6
     assert output.stats.accepted_per_position == [6] * num_draft_tokens
 
 

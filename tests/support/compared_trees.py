@@ -10,7 +10,7 @@ class ComparedTrees:
 
     def __init__(self, drafter, model):
         self.drafter, self.model = drafter, model
-        self.propose, self.num_trees, self.num_empty = drafter.propose_trees, 0, 0
+        self.propose, self.num_trees = drafter.propose_trees, 0
         drafter.propose_trees = self
 
     @torch.no_grad()
@@ -21,9 +21,8 @@ class ComparedTrees:
         parents = torch.zeros(0, dtype=torch.int32) if draft.parents is None else draft.parents
         trees = zip(draft.token_ids.split(counts), parents.split(counts), strict=True)
         for s, limit, num_nodes, (tokens, above) in zip(sequences, limits, node_limits, trees, strict=True):
-            if limit == 0 or s.length == 1:
+            if limit == 0:
                 assert len(tokens) == 0
-                self.num_empty += 1
                 continue
             shape = self.drafter.tree.within(limit, num_nodes)
             assert above.tolist() == shape.parents

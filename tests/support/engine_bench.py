@@ -11,7 +11,7 @@ from bench.common.pairs import PAIRS, random_pair, random_prompts
 from bench.common.workload import Workload
 
 CPU = torch.device("cpu")
-SMOKE = ["--pair", "smoke", "--prompt-tokens", "5", "--max-new-tokens", "8", "--repeats", "1"]
+SMOKE = ["--pair", "smoke", "--prompt-tokens", "5", "--max-new-tokens", "9", "--repeats", "1"]
 DEFAULT = [
     "autoregressive",
     "eqspec",

@@ -78,7 +78,6 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     for output in engine.generate(PROMPTS, PARAMS):
         output.raise_for_error()
     assert compared.num_trees > 25
-    assert compared.num_empty > 0, "a prompt of one token has no hidden state at first"
     assert engine.drafter.num_admitted == 0, "released sequences leave nothing behind"
     assert engine.drafter.pool.is_vacant
 

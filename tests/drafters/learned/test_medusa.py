@@ -69,7 +69,6 @@ def test_proposals_are_those_of_the_formula(tmp_path, model, num_blocks, config)
     for output in engine.generate(PROMPTS, params):
         output.raise_for_error()
     assert compared.num_trees > 25
-    assert compared.num_empty > 0, "a prompt of one token has no hidden state at first"
     assert compared.drafter.num_kept_rows == 0, "released sequences leave nothing behind"
 
 
