@@ -215,9 +215,8 @@ class Drafter(ABC):
     The engine calls ``prepare`` when a run begins, and ``grow`` when later requests need more KV positions. It calls
     ``admit`` before it asks for a sequence's first draft, which it does after the sequence's first token. In each step
     it calls ``propose`` and, after committing the target's tokens, ``commit``. It calls ``release`` when a sequence
-    leaves, for whatever reason. If other sequences need the KV pages of a sequence, the engine releases it as well, and
-    admits it again later, with more tokens. The engine may run steps of a sequence without asking for a draft, and it
-    may never admit a sequence.
+    leaves, for whatever reason. If other sequences need its KV pages, the engine releases it as well, and admits it
+    again later, with more tokens. The engine may run steps of a sequence without a draft, and may never admit it.
 
     A drafter with ``taps`` receives hidden states of the target. The engine admits every sequence to it, before the
     target computes the sequence's first row. From then on the hidden states of every committed position but the newest
