@@ -89,7 +89,7 @@ def step_seconds(engine: Engine, prompts: list[list[int]], params: SamplingParam
     run = engine.last_run
     in_masks = masks.seconds if params.structured_outputs else 0.0
     return {
-        "step": (run.seconds - run.timer.seconds["prefill"]) / run.num_steps,
+        "step": (run.seconds - run.timer.seconds["prefill"]) / (run.num_steps - 1),  # that of the first tokens prefills
         "masks": in_masks / run.num_steps,
     }
 

@@ -63,14 +63,18 @@ def _overlaps(target: PreTrainedModel, draft: PreTrainedModel, prompt: list[int]
 
 
 def _tokens_per_step(overlaps: list[np.ndarray], num_draft_tokens: int) -> float:
-    """Simulate steps along every text, because parts with low acceptance take more steps in any kind of speculation."""
+    """Simulate steps along every text, because parts with low acceptance take more steps in any kind of speculation.
+
+    As in ``mean_acceptance_length``, steps without draft tokens do not count: those of the first and the last token.
+    """
     generator, num_tokens, num_steps = np.random.default_rng(0), 0, 0
     for overlap in overlaps * _REPEATS:
         accepts = generator.random(len(overlap)) < overlap
-        at = 0
-        while at < len(overlap):
+        at = 1
+        while at < len(overlap) - 1:
             drafted = accepts[at : at + min(num_draft_tokens, len(overlap) - at - 1)]
-            at += 1 + (len(drafted) if drafted.all() else int(drafted.argmin()))
+            num_emitted = 1 + (len(drafted) if drafted.all() else int(drafted.argmin()))
+            at += num_emitted
+            num_tokens += num_emitted
             num_steps += 1
-        num_tokens += len(overlap)
     return num_tokens / num_steps
