@@ -53,6 +53,31 @@ def _in_one_copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[Ten
     ]
 
 
+def all_to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Copy tensors of one device to the host in one transfer, which waits for the device; they keep dtypes and shapes.
+
+    On a CPU the arrays share the tensors' memory.
+    """
+    if not tensors or tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    return _in_one_copy_to_host(tensors)
+
+
+def _in_one_copy_to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    # Those of wide numbers first, so that all begin at a multiple of their width.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+    # A tensor of one number or none may have any stride, and bytes cannot be viewed with such a stride.
+    flat = [tensors[i].contiguous().as_strided((tensors[i].numel(),), (1,)) for i in order]
+    packed = torch.cat([tensor.view(torch.uint8) for tensor in flat]).cpu().numpy()
+    arrays: dict[int, np.ndarray] = {}
+    end = 0
+    for i in order:
+        start, end = end, end + tensors[i].numel() * tensors[i].element_size()
+        dtype = torch.empty(0, dtype=tensors[i].dtype, device="cpu").numpy().dtype
+        arrays[i] = packed[start:end].view(dtype).reshape(tensors[i].shape)
+    return [arrays[i] for i in range(len(tensors))]
+
+
 def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return where each of several arrays begins in one buffer, and the size of the buffer, all in bytes."""
     starts = []

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from specdec_fast import device_copy
-from specdec_fast.device_copy import HostCopy, Joined, PackedArrays, all_to_device, joined, to_device, to_host
+from specdec_fast.device_copy import (
+    HostCopy,
+    Joined,
+    PackedArrays,
+    all_to_device,
+    all_to_host,
+    joined,
+    to_device,
+    to_host,
+)
 
 CPU = torch.device("cpu")
 
@@ -52,6 +61,18 @@ ARRAYS = [
     np.arange(24, dtype=np.int32).reshape(4, 6)[::2, 1:4],  # not contiguous
     np.arange(4, dtype=np.int32).reshape(2, 2)[:, :0],
 ]
+
+
+def test_tensors_come_to_the_host_in_one_copy_and_keep_bits_dtypes_and_shapes():
+    tensors = [torch.from_numpy(array.copy()) for array in ARRAYS]
+    tensors += [torch.arange(6).view(2, 3).T, torch.tensor([[7]]).expand(1, 1)]
+    for arrays in (all_to_host(tensors), device_copy._in_one_copy_to_host(tensors)):
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert array.dtype == tensor.numpy().dtype
+            assert array.shape == tuple(tensor.shape)
+            assert array.flags.aligned
+            assert array.tobytes() == tensor.numpy().tobytes()
+    assert all_to_host([]) == []
 
 
 def test_arrays_travel_in_one_copy_and_keep_bits_dtypes_and_shapes(copies):

@@ -9,6 +9,7 @@ from specdec_fast.errors import NotYetSupportedError
 from specdec_fast.models.quantized_linears import QuantizedLinear
 from specdec_fast.models.sharded import LOCAL_STYLES, group_of, parts_of, styles_of
 from specdec_fast.quantization.packed_weight import part_of
+from specdec_fast.ranks.operations import mesh_of
 
 
 class CodesOfRank:
@@ -20,10 +21,10 @@ class CodesOfRank:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        sharded = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
-        self._group = None if sharded is None else group_of(sharded.device_mesh)
+        mesh = mesh_of(model)
+        self._group = None if mesh is None else group_of(mesh)
         self._device = model.device
-        self._styles = {} if sharded is None else styles_of(model)
+        self._styles = {} if mesh is None else styles_of(model)
 
     @property
     def is_whole(self) -> bool:

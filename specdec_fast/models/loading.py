@@ -21,6 +21,7 @@ from specdec_fast.models.quantized_linears import how_quantised_by, quantized_li
 from specdec_fast.models.rounded_loading import RoundingConfig
 from specdec_fast.models.rounded_models import quantised_already, round_rows, round_weights, rounded_copy
 from specdec_fast.quantization.rounding import A8
+from specdec_fast.ranks.operations import mesh_of
 from specdec_fast.request.detokenizer import is_gguf
 from specdec_fast.sampling_params import eos_ids
 
@@ -253,7 +254,7 @@ def _check_loaded(model: nn.Module, dtype: torch.dtype | None, device: torch.dev
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether weights are sharded over processes: DTensors, as a tensor-parallel plan makes them."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    return mesh_of(model) is not None
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

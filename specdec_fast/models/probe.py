@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec_fast.errors import SpecDecError, UnsupportedModelError
-from specdec_fast.ranks.operations import ExchangingModule
+from specdec_fast.ranks.operations import ExchangingModule, mesh_of
 
 PROBE_LENGTH = 8  # tokens
 
@@ -51,7 +51,7 @@ def _fails_alone(model: Any) -> bool:
     """
     if any(isinstance(module, ExchangingModule) for module in model.modules()):
         return False
-    if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+    if mesh_of(model) is not None:
         return False
     try:
         size = model.get_input_embeddings().num_embeddings

@@ -27,7 +27,14 @@ from specdec_fast.models.rounded_models import quantised_already
 from specdec_fast.quantization.checkpoint.config import READABLE
 from specdec_fast.quantization.rounding import ROUNDINGS
 from specdec_fast.ranks.exchange import Ranks, connected
-from specdec_fast.ranks.operations import ExchangingModule, embedding_part, number_of, rank_concatenate, rank_sum
+from specdec_fast.ranks.operations import (
+    ExchangingModule,
+    embedding_part,
+    mesh_of,
+    number_of,
+    rank_concatenate,
+    rank_sum,
+)
 from specdec_fast.request.detokenizer import is_gguf
 
 # Styles of a plan that change nothing in a forward: they distribute gradients, or keep whole parameters.
@@ -142,7 +149,7 @@ def sharded_copy(model: PreTrainedModel, shares_weights: bool = True) -> tuple[P
         NotYetSupportedError: a module has a style of the plan that is not served.
         ConfigError: the heads of the model cannot be divided by the number of processes.
     """
-    mesh = next(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
+    mesh = mesh_of(model)
     expect_divisible_heads(model.config, mesh.size())
     styles = styles_of(model)
     group = group_of(mesh)

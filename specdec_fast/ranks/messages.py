@@ -16,6 +16,9 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding
 from specdec_fast.batch.recurrent_batch import RecurrentBatch
+from specdec_fast.device_copy import all_to_device, all_to_host
+
+_RECURRENT = "recurrent."  # in front of the names of a ``RecurrentBatch``
 
 
 class LoadTarget(NamedTuple):
@@ -72,8 +75,7 @@ class ComputeForward(NamedTuple):
     """Compute the rows of a batch; see ``RaggedModel.forward``."""
 
     pool: int
-    batch: dict[str, Any]  # from ``packed``
-    logit_rows: np.ndarray | None
+    rows: dict[str, Any]  # from ``packed``
     num_slots: int  # of states, which the pool of rank 0 has; 0 without recurrent layers
     num_growths: int  # of these; graphs are recorded again in all ranks after a growth that has failed in one, too
     has_taps: bool  # whether rank 0 takes the hidden states of its taps
@@ -109,27 +111,28 @@ class Restart(NamedTuple):
     """A forward has failed in some rank: forget its exchanges. Answered: None, or the failure of this rank."""
 
 
-def packed(batch: RaggedBatch) -> dict[str, Any]:
-    """Return a batch for a message: arrays in place of tensors."""
-    values = _arrays_of(batch)
+def packed(batch: RaggedBatch, logit_rows: Tensor | None) -> dict[str, Any]:
+    """Return what a forward computes for a message: arrays in place of tensors, which come to the host in one copy."""
+    values: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if batch.cu_seqlens_q is batch.cu_seqlens:
         del values["cu_seqlens_q"]
     if batch.recurrent is not None:
-        values["recurrent"] = _arrays_of(batch.recurrent)
-    return values
+        values["recurrent"] = None
+        values |= {_RECURRENT + field.name: getattr(batch.recurrent, field.name) for field in fields(batch.recurrent)}
+    values["logit_rows"] = logit_rows
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return values | dict(zip(tensors, all_to_host(list(tensors.values())), strict=True))
 
 
-def _arrays_of(batch: RaggedBatch | RecurrentBatch) -> dict[str, Any]:
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value.cpu().numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def unpacked(values: dict[str, Any], device: torch.device) -> RaggedBatch:
-    """Return the batch of which ``packed`` made ``values``."""
-    values = {name: on_device(value, device) for name, value in values.items()}
-    if (recurrent := values["recurrent"]) is not None:
-        values["recurrent"] = RecurrentBatch(**{name: on_device(each, device) for name, each in recurrent.items()})
-    return RaggedBatch(**{"cu_seqlens_q": values["cu_seqlens"]} | values)
+def unpacked(values: dict[str, Any], device: torch.device) -> tuple[RaggedBatch, Tensor | None]:
+    """Return the batch and the ``logit_rows`` of which ``packed`` made ``values``, in one copy to the device."""
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    values = values | dict(zip(arrays, all_to_device(list(arrays.values()), device), strict=True))
+    logit_rows = values.pop("logit_rows")
+    of_states = {name: values.pop(name) for name in list(values) if name.startswith(_RECURRENT)}
+    if of_states:
+        values["recurrent"] = RecurrentBatch(**{name.removeprefix(_RECURRENT): v for name, v in of_states.items()})
+    return RaggedBatch(**{"cu_seqlens_q": values["cu_seqlens"]} | values), logit_rows
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,11 @@ _known: list[Ranks | None] = []
 
 class ExchangingModule(nn.Module):
     """A module whose forward exchanges numbers with the other ranks, which must run it too."""
+
+
+def mesh_of(model: nn.Module) -> Any:
+    """Return the mesh of processes over which a model's weights, DTensors, are sharded; None if they are not."""
+    return next((each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh")), None)
 
 
 _LIBRARY = torch.library.Library("specdec_fast", "FRAGMENT")

@@ -91,12 +91,11 @@ class Follower:
         assert target is not None, "no target has been loaded"
         device = target.layout.device
         if isinstance(message, ComputeForward):
-            batch = unpacked(message.batch, device)
+            batch, logit_rows = unpacked(message.rows, device)
             pool = self._pools[message.pool]
             if pool.states is not None:
                 pool.have_slots(message.num_slots)
                 pool.states.num_growths = message.num_growths
-            logit_rows = on_device(message.logit_rows, device)
             # nobody reads them, but the same graphs are needed as in rank 0
             hidden_states = target.empty_hidden_states(len(batch.token_ids)) if message.has_taps else None
             target.forward(batch, pool, logit_rows, hidden_states)

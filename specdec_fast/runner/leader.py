@@ -65,9 +65,8 @@ class Leader(PoolCopies):
 
         """
         logit_rows, hidden_states = given
-        rows = None if logit_rows is None else logit_rows.cpu().numpy()
         states = (0, 0) if pool.states is None else (pool.states.num_slots, pool.states.num_growths)
-        message = ComputeForward(self._numbers[pool], packed(batch), rows, *states, hidden_states is not None)
+        message = ComputeForward(self._numbers[pool], packed(batch, logit_rows), *states, hidden_states is not None)
         result: Tensor = self.together(message, partial(forward, batch, pool, *given))
         return result
 
