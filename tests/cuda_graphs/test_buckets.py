@@ -154,14 +154,18 @@ def test_prefills_of_few_rows_share_few_buckets():
     """Rows that fill a bucket are a sequence of their own; larger buckets waste at most 255 rows."""
     limits = Limits(8, 6, prompt_rows=1024)
 
-    def bucket(num_rows, batch_size=1, num_pages=3, limits=limits, most=2048):
-        return limits.prompt_bucket(BatchSize(num_rows, batch_size, num_rows, num_pages), 16, RowPadding(1, most))
+    def bucket(num_rows, batch_size=1, num_pages=3, limits=limits, most=2048, num_logits=1):
+        size = BatchSize(num_rows, batch_size, num_rows, num_pages)
+        return limits.prompt_bucket(size, num_logits, 16, RowPadding(1, most))
 
     rows = {count: bucket(count).num_rows for count in (7, 64, 65, 256, 257, 700, 1024)}
     assert rows == {7: 64, 64: 64, 65: 128, 256: 256, 257: 512, 700: 768, 1024: 1024}
     assert bucket(100, batch_size=3) == Bucket(128, 5, 128, 32, 5)
     assert bucket(100, num_pages=33).num_pages == 64
+    assert [bucket(100, num_logits=count).num_logit_rows for count in (1, 2, 7, 48)] == [1, 2, 8, 64]
+    assert bucket(100, num_logits=49) is None, "more than a verification has"
     assert bucket(1025) is None
     assert bucket(100, batch_size=9) is None
+    assert bucket(100, batch_size=9, limits=Limits(16, 6, prompt_rows=1024)).num_sequences == 17
     assert bucket(100, limits=Limits(8, 6)) is None
     assert bucket(100, most=120) is None, "not proved"

@@ -16,6 +16,7 @@ from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.kv_cache import accepted_paths, forward_layout
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.ops.registry import all_ops
+from specdec_fast.runner import verification
 from specdec_fast.runner.eager import EagerRunner
 from specdec_fast.runner.graphs import inputs
 from support.graphs import opened_pool
@@ -64,7 +65,7 @@ def test_engines_emit_the_same_with_and_without_graphs(pair, method, greedy, gra
 def pack_copies(monkeypatch):
     """Pack the arrays of a copy into one buffer on the CPU as well, as for a GPU; return the names of those that do."""
     names = []
-    for module in (forward_layout, sampling_batch, inputs, accepted_paths):
+    for module in (forward_layout, sampling_batch, inputs, accepted_paths, verification):
 
         def packed(arrays, device, name=module.__name__):
             names.append(name)

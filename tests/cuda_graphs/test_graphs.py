@@ -274,3 +274,18 @@ def test_prefills_of_few_rows_have_the_bits_of_eager_forwards(model, counts_of, 
     assert model.graphs.num_captured == num_graphs
     (longer,) = batches(opened_pool(model), [[65]])
     assert model.graphs.forward(longer, pools[0], longer.last_rows) is None
+
+
+def test_draft_tokens_beside_prompts_have_the_bits_of_eager_forwards(model):
+    """The logits of several rows are wanted, their number rounded up; a further graph serves another number."""
+    model.graphs._limits = replace(LIMITS, prompt_rows=64)
+    counts_of = [[9, 2, 30], [17, 1, 5]]
+    pools = [opened_pool(model) for _ in range(2)]
+    for turn, (eager, graphed) in enumerate(zip(*(batches(pool, counts_of) for pool in pools), strict=True)):
+        last = eager.last_rows.tolist()
+        for rows in (last, [last[0], last[1] - 1, last[1], last[2]][turn:], last[:1]):
+            wanted = torch.tensor(rows, device="cpu")
+            expected = eagerly(model, eager, pools[0], wanted)
+            assert torch.equal(model.forward(graphed, pools[1], wanted), expected)
+    assert model.graphs.num_captured == 2, "for up to 4 rows, and for one"
+    assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:]), "page 0 is scratch"

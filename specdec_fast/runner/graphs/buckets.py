@@ -17,7 +17,7 @@ _FEWEST_PROMPT_ROWS = 64  # of the smallest bucket of prompts
 # so graphs of more rows would gain nothing.
 MOST_PROMPT_ROWS = 1024
 _PROMPT_ROWS_MULTIPLE = 256  # of larger buckets; smaller ones are powers of two
-_MOST_PROMPTS = 8
+_MOST_PROMPTS = 8  # of a prefill; beside rows of prompts, a verification has as many sequences as ever
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Bucket:
         max_seqlen_q: largest number of rows of a sequence.
         num_pages: pages per sequence, the width of the block table.
         one_each: rows of a forward in which every sequence has one row.
+        num_logit_rows: rows whose logits are wanted, if the forward has rows of prompts.
 
     """
 
@@ -38,6 +39,7 @@ class Bucket:
     max_seqlen_q: int
     num_pages: int
     one_each: int
+    num_logit_rows: int = 1
 
 
 class BatchSize(NamedTuple):
@@ -120,13 +122,18 @@ class Limits:
             pages *= 2
         return Bucket(rows, max(one_each, sequences + more), each, pages, one_each)
 
-    def prompt_bucket(self, size: BatchSize, page_size: int, row_padding: RowPadding) -> Bucket | None:
-        """Return the smallest bucket for a prefill of few rows, or None.
+    def prompt_bucket(
+        self, size: BatchSize, num_logit_rows: int, page_size: int, row_padding: RowPadding
+    ) -> Bucket | None:
+        """Return the smallest bucket for a forward with few rows of prompts, or None.
 
-        Sequences, pages and few rows are rounded up to powers of two. The rows that fill the bucket are one sequence.
+        Sequences, pages, few rows, and the rows whose logits are wanted are rounded up to powers of two. The rows that
+        fill the bucket are one sequence.
         """
         num_rows, batch_size, _, num_pages = size
-        if not 0 < num_rows <= self.prompt_rows or batch_size > _MOST_PROMPTS:
+        if not 0 < num_rows <= self.prompt_rows or batch_size > max(self.sequences, _MOST_PROMPTS):
+            return None
+        if num_logit_rows > self.sequences * self.rows_each:  # prompts are scored
             return None
         rows = max(_FEWEST_PROMPT_ROWS, 1 << (num_rows - 1).bit_length())
         if num_rows > _PROMPT_ROWS_MULTIPLE:
@@ -136,4 +143,5 @@ class Limits:
             return None
         places = (1 << (batch_size - 1).bit_length()) + 1
         shortest = -(-max(_SHORTEST_CONTEXT, rows) // page_size)
-        return Bucket(rows, places, rows, max(shortest, 1 << (num_pages - 1).bit_length()), places)
+        pages = max(shortest, 1 << (num_pages - 1).bit_length())
+        return Bucket(rows, places, rows, pages, places, 1 << (num_logit_rows - 1).bit_length())

@@ -116,26 +116,27 @@ class Graphs(GraphStore):
     def _prompt(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
     ) -> Tensor | None:
-        """Compute a prefill of few rows, of which the logits of one row are wanted; None if there is no graph for it.
+        """Compute a forward with few rows of prompts; None if there is no graph for it.
 
         States of recurrent layers would have to be put back after recording, so such models have none.
         """
-        if logit_rows is None or logit_rows.shape[0] != 1:
+        if logit_rows is None:
             return None
         if self.why_not is not None or batch.tree_mask is not None or pool.states is not None:
             return None
-        bucket = self._limits.prompt_bucket(size_of(batch), pool.page_size, pool.row_padding)
+        wanted = logit_rows
+        bucket = self._limits.prompt_bucket(size_of(batch), len(wanted), pool.page_size, pool.row_padding)
         if bucket is None:
             return None
-        wanted = logit_rows
 
         def fill(inputs: Inputs) -> None:
             inputs.fill(batch)
-            inputs.logit_row.copy_(wanted)
+            inputs.logit_rows[: len(wanted)].copy_(wanted)
+            inputs.logit_rows[len(wanted) :].zero_()
 
         kind = _Kind(bucket, "prompt", keeps_hidden=hidden_states is not None)
         graph = self._graph_of(kind, pool, hidden_states, fill)
-        return None if graph is None else _replayed(graph, hidden_states)[0]
+        return None if graph is None else _replayed(graph, hidden_states)[0][: len(wanted)]
 
     @torch.inference_mode()
     def verify(
@@ -248,7 +249,7 @@ class Graphs(GraphStore):
         if kind.phase == "forward":
             return lambda: (self._forward(inputs.batch, pool, None, hidden_states),)
         if kind.phase == "prompt":
-            return lambda: (self._forward(inputs.batch, pool, inputs.logit_row, hidden_states),)
+            return lambda: (self._forward(inputs.batch, pool, inputs.logit_rows, hidden_states),)
         if kind.phase == "verify":
 
             def forward(batch: RaggedBatch) -> Tensor:

@@ -99,7 +99,7 @@ class Inputs:
             token id is not among them: see ``token_ids``.
         sampling: how the sequences choose, without repetition penalties.
         drafted: ``[num_rows]`` int64, room for the draft tokens of a verification, sequence after sequence.
-        logit_row: ``[1]`` int64, the row of a prefill whose logits are wanted.
+        logit_rows: ``[num_logit_rows]`` int64, beside rows of prompts, the rows whose logits are wanted.
         one_each: the places of which a drafting loop computes one row each.
         parents: ``[num_rows]`` int32 of trees, see ``TreeRows``; None for chains.
 
@@ -143,7 +143,7 @@ class Inputs:
             )
         self.parents = own.get("parents")
         self.drafted = torch.zeros(bucket.num_rows, dtype=torch.int64, device=device)
-        self.logit_row = torch.zeros(1, dtype=torch.int64, device=device)
+        self.logit_rows = torch.zeros(bucket.num_logit_rows, dtype=torch.int64, device=device)
         self.batch = RaggedBatch(
             token_ids=own["token_ids"],
             positions=own["positions"],
