@@ -85,7 +85,7 @@ def rows_of(runs: Runs) -> list[dict[str, Any]]:
                 "num_draft_tokens": setting.num_draft_tokens,
                 "draft_tree": setting.draft_tree,
                 "tokens_per_step": decoding.mean_acceptance_length,
-                "draft_tokens_per_step": decoding.num_draft_tokens / max(1, decoding.num_steps),
+                "draft_tokens_per_step": decoding.num_draft_tokens / max(1, decoding.num_drafts),
                 "accepted_per_position": decoding.accepted_per_position,
                 "num_drafts": decoding.num_drafts,
                 "tokens_per_second": median(speeds),

@@ -36,7 +36,7 @@ _SMOKE_SETTINGS: dict[str, Any] = {
     "hidden_size": 32,
     "held_out": 12,
     "prompt_tokens": 12,
-    "max_new_tokens": 8,
+    "max_new_tokens": 9,
     "num_steps": 3,
 }
 

@@ -188,7 +188,7 @@ def test_the_chat_that_was_used_least_recently_loses_its_pages_first(draft_of, n
     engine = engine_of(TARGET, draft_of(name), memory_bytes=10**8, kv_cache_tokens=3 * SESSION)
     first, second, third = (turn_of(engine, [chat], 9)[0] for chat in range(3))
     assert num_evicted(engine) == 0
-    first, num_found = turn_of(engine, first, 2, 2)  # a page more, which is the second chat's last
+    first, num_found = turn_of(engine, first, 1, 3)  # a page more, which is the second chat's last
     assert (num_found, num_evicted(engine)) == (SESSION, 1)
     fourth, _ = turn_of(engine, [3], 9)  # three pages of the second chat, one of the third
     assert num_evicted(engine) == 5

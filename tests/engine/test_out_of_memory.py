@@ -58,7 +58,7 @@ def rows_of(place, args):
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize(
-    ("place", "most"), [("verify_step", 1), ("verify_step", 7), ("propose", 1), ("admit", 2), ("emission_scores", 3)]
+    ("place", "most"), [("verify_step", 1), ("verify_step", 7), ("propose", 1), ("admit", 1), ("emission_scores", 3)]
 )
 def test_a_step_is_repeated_with_fewer_rows(pair, expected, monkeypatch, place, most, method, error, ahead):
     monkeypatch.setattr(EngineCore, "_overlap", ahead)
