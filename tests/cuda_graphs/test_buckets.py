@@ -162,10 +162,11 @@ def test_prefills_of_few_rows_share_few_buckets():
     assert rows == {7: 64, 64: 64, 65: 128, 256: 256, 257: 512, 700: 768, 1024: 1024}
     assert bucket(100, batch_size=3) == Bucket(128, 5, 128, 32, 5)
     assert bucket(100, num_pages=33).num_pages == 64
-    assert [bucket(100, num_logits=count).num_logit_rows for count in (1, 2, 7, 48)] == [1, 2, 8, 64]
-    assert bucket(100, num_logits=49) is None, "more than a verification has"
+    assert [bucket(100, 7, num_logits=count).num_logit_rows for count in (1, 2, 48)] == [1, 48, 48]
+    assert bucket(30, 7, num_logits=30, limits=Limits(16, 9, prompt_rows=1024)).num_logit_rows == 64
+    assert bucket(100, 7, num_logits=49) is None, "more than a verification has"
     assert bucket(1025) is None
     assert bucket(100, batch_size=9) is None
-    assert bucket(100, batch_size=9, limits=Limits(16, 6, prompt_rows=1024)).num_sequences == 17
+    assert bucket(100, 9, num_logits=9, limits=Limits(16, 6, prompt_rows=1024)).num_sequences == 17
     assert bucket(100, limits=Limits(8, 6)) is None
     assert bucket(100, most=120) is None, "not proved"

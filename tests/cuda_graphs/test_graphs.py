@@ -277,7 +277,7 @@ def test_prefills_of_few_rows_have_the_bits_of_eager_forwards(model, counts_of, 
 
 
 def test_draft_tokens_beside_prompts_have_the_bits_of_eager_forwards(model):
-    """The logits of several rows are wanted, their number rounded up; a further graph serves another number."""
+    """The logits of several rows are wanted: one graph serves as many as a verification may have."""
     model.graphs._limits = replace(LIMITS, prompt_rows=64)
     counts_of = [[9, 2, 30], [17, 1, 5]]
     pools = [opened_pool(model) for _ in range(2)]
@@ -287,5 +287,5 @@ def test_draft_tokens_beside_prompts_have_the_bits_of_eager_forwards(model):
             wanted = torch.tensor(rows, device="cpu")
             expected = eagerly(model, eager, pools[0], wanted)
             assert torch.equal(model.forward(graphed, pools[1], wanted), expected)
-    assert model.graphs.num_captured == 2, "for up to 4 rows, and for one"
+    assert model.graphs.num_captured == 2, "for several rows, and for one"
     assert torch.equal(pools[0].tensors[0][:, :, 1:], pools[1].tensors[0][:, :, 1:]), "page 0 is scratch"

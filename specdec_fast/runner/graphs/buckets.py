@@ -17,7 +17,7 @@ _FEWEST_PROMPT_ROWS = 64  # of the smallest bucket of prompts
 # so graphs of more rows would gain nothing.
 MOST_PROMPT_ROWS = 1024
 _PROMPT_ROWS_MULTIPLE = 256  # of larger buckets; smaller ones are powers of two
-_MOST_PROMPTS = 8  # of a prefill; beside rows of prompts, a verification has as many sequences as ever
+_MOST_PROMPTS = 8  # of a prefill; a verification with rows of prompts has as many sequences as without
 
 
 @dataclass(frozen=True)
@@ -127,21 +127,22 @@ class Limits:
     ) -> Bucket | None:
         """Return the smallest bucket for a forward with few rows of prompts, or None.
 
-        Sequences, pages, few rows, and the rows whose logits are wanted are rounded up to powers of two. The rows that
-        fill the bucket are one sequence.
+        Sequences, pages and few rows are rounded up to powers of two. The rows that fill the bucket are one sequence.
+        The logits of one row are wanted, or as many as a verification of the sequences may have.
         """
         num_rows, batch_size, _, num_pages = size
-        if not 0 < num_rows <= self.prompt_rows or batch_size > max(self.sequences, _MOST_PROMPTS):
-            return None
-        if num_logit_rows > self.sequences * self.rows_each:  # prompts are scored
+        is_prefill = num_logit_rows == 1
+        if not 0 < num_rows <= self.prompt_rows or batch_size > (_MOST_PROMPTS if is_prefill else self.sequences):
             return None
         rows = max(_FEWEST_PROMPT_ROWS, 1 << (num_rows - 1).bit_length())
         if num_rows > _PROMPT_ROWS_MULTIPLE:
             rows = -(-num_rows // _PROMPT_ROWS_MULTIPLE) * _PROMPT_ROWS_MULTIPLE
         rows += row_padding.padding(rows)
-        if rows > row_padding.largest:
+        sequences = 1 << (batch_size - 1).bit_length()
+        logit_rows = 1 if is_prefill else min(rows, sequences * self.rows_each)
+        if rows > row_padding.largest or num_logit_rows > logit_rows:
             return None
-        places = (1 << (batch_size - 1).bit_length()) + 1
+        places = sequences + 1
         shortest = -(-max(_SHORTEST_CONTEXT, rows) // page_size)
         pages = max(shortest, 1 << (num_pages - 1).bit_length())
-        return Bucket(rows, places, rows, pages, places, 1 << (num_logit_rows - 1).bit_length())
+        return Bucket(rows, places, rows, pages, places, logit_rows)
