@@ -320,7 +320,13 @@ class EngineCore:
                 break
 
     def _room_for_prompts(self) -> int:
-        """Return how many rows of prompts, beside their last ones, the forward of a step has room for."""
+        """Return how many rows of prompts, beside their last ones, the forward of a step has room for.
+
+        A policy that learns could not tell what they cost from what draft tokens cost, and if prompts came in every
+        step, it would learn nothing. So with such a policy there is no room while a sequence may have draft tokens.
+        """
+        if self.length_policy.learns and any(map(may_draft, self.resident)):
+            return 0
         most_rows = self.target.row_padding.largest
         if self._most_rows is not None:
             most_rows = min(most_rows, self._most_rows)
@@ -346,7 +352,6 @@ class EngineCore:
         drafted = perf_counter()
         drafts = (draft.token_ids, draft.num_draft_tokens, draft.parents)
         pool = self._pools.pool()
-        all_may_draft = all(map(may_draft, batch))
         with timer("prefill"):
             prompts = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
         stage = "prefill" if prompts else "verify"
@@ -354,7 +359,7 @@ class EngineCore:
             verification = self.target.verify_step(pool, batch, *drafts)
         timer.move(verification.accept_seconds, stage, "accept")
         may_branch = node_limits != limits
-        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompts, all_may_draft)
+        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompts)
 
     def _end_prefilled(self, chunk: Iterable[Sequence]) -> None:
         """Let the sequences of a chunk that end with their prompts leave, and those whose scores failed."""
@@ -388,7 +393,7 @@ class EngineCore:
         """Finish a step, and let the sequences that have ended leave."""
         resident = set(self.resident)
         self._in_step = [s for s in step.batch if s in resident]  # others may have ended after the launch
-        self._row_limit.num_rows = sum(step.verification.counts)
+        self._row_limit.num_rows = step.num_rows
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
         self._leave([s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests])
         return outputs
@@ -481,8 +486,8 @@ class EngineCore:
             lost = commit_to_drafter(self.drafter, step, rows, emitted, self._row_limit)
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
-        # Else it says nothing of the policy's K, or the policy has forgotten a sequence that has left.
-        if step.all_may_draft and len(emitted) == len(batch):
+        # Rows of prompts take time too; or the policy has forgotten a sequence that has left.
+        if not step.prompts and len(emitted) == len(batch):
             self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
         self.stats.add_step(len(emitted), bool(lost))

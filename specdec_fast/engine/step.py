@@ -45,7 +45,11 @@ class Step:
     drafted: float  # when it ended
     may_branch: bool  # whether a tree might have more nodes than a chain has tokens
     prompts: list[Rows]  # the rows of its forward in front of the verified ones, of prompts; see ``StepPlan``
-    all_may_draft: bool  # whether ``may_draft`` holds for all of the batch
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of its forward."""
+        return sum(self.verification.counts) + sum(rows.count for rows in self.prompts)
 
     def observation(self, outcome: Outcome, last_finished: float) -> StepObservation:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``.

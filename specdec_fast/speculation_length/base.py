@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from specdec_fast.errors import LengthPolicyError
 from specdec_fast.request.sequence import Sequence
@@ -101,11 +101,19 @@ class LengthPolicy(ABC):
     def observe(self, step: StepObservation) -> None:  # noqa: B027
         """Learn how long a step took and what was accepted in it.
 
-        If KV pages or memory ran short, the step had only a part of the batch that ``limits`` received.
+        If KV pages or memory ran short, the step had only a part of the batch that ``limits`` received. A sequence has
+        no draft tokens before its first token, whatever ``limits`` said. Steps whose forward computed rows of prompts
+        are not observed.
         """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027
         """Drop what the policy keeps of a sequence, if anything."""
+
+    @final
+    @property
+    def learns(self) -> bool:
+        """Whether it observes steps."""
+        return getattr(self.observe, "__func__", None) is not LengthPolicy.observe
 
     def checked_limits(self, batch: list[Sequence]) -> list[int]:
         """Return ``limits``, held to the contract.

@@ -161,3 +161,30 @@ def test_statistics_do_not_depend_on_the_batch():
         outputs = sd.Engine(model, drafter, num_draft_tokens=3, **settings).generate(PROMPTS, params)
         found.append([output.stats for output in outputs])
     assert all(each == found[0] for each in found)
+
+
+def test_a_policy_that_learns_observes_steps_although_prompts_come(forwards):
+    """While a sequence may have draft tokens, prompts are prefilled, and the step is like others."""
+
+    class Learning(sd.LengthPolicy):
+        max_draft_tokens = 2
+
+        def __init__(self):
+            self.steps = []
+
+        def limits(self, batch):
+            return [min(2, sequence.num_remaining - 1) for sequence in batch]
+
+        def observe(self, step):
+            self.steps.append((len(step.batch), step.limits))
+
+    model = tiny_model("llama")
+    policy = Learning()
+    engine = sd.Engine(model, Scripted(lambda sequence, limit: [0] * limit), num_draft_tokens=policy)
+    core, build = engine.core, RequestBuilder(engine.target, None).build
+    params = sd.SamplingParams(max_new_tokens=30, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS[:3]):
+        core.add(build(i, prompt, params))
+        core.step()
+    assert policy.steps == [(2, [2, 0]), (3, [2, 2, 0])], "all but the first"
+    assert (len(PROMPTS[2]) - 1, 1) in forwards

@@ -189,6 +189,23 @@ def test_a_step_without_memory_is_repeated_from_position_0(place, monkeypatch):
     assert engine.core.pool.is_vacant
 
 
+def test_a_drafter_without_memory_for_the_rows_of_prompts_gets_fewer():
+    """Whether they come from a prefill or from the forward of a step."""
+    model = model_of()
+    expected = expected_of(model, "program")
+
+    class Short(Recording):
+        def observe(self, sequences, positions, features):
+            if len(features) > 10:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            super().observe(sequences, positions, features)
+
+    engine = sd.Engine(model, Short(TAPS, nearly(expected)), **settings_of("program"))
+    assert results(engine.generate(PROMPTS, PARAMS)) == expected
+    assert engine.last_run.num_out_of_memory > 0
+    assert_right(engine, len(PROMPTS))
+
+
 def test_a_request_whose_prompt_outlives_the_row_limit_ends_alone(monkeypatch):
     """Each failure computes the prompt once more, in more steps than lift the limit if they counted."""
     monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
