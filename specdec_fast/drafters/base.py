@@ -197,12 +197,11 @@ class StepResult:
     """The result of one verification, for ``B`` sequences.
 
     Attributes:
-        accepted_rows: per sequence, the rows of the target's forward whose tokens are committed: first the token that
-            was the last committed one before this step, then each accepted draft token. A range, if the drafts were
-            chains.
-        hidden_states: the target's hidden states at every row of that forward, rejected rows included:
-            ``[T, taps, H]`` in the dtype of its residual stream, on its device. None if the drafter has no taps. The
-            drafter may keep it; a slice keeps all of its memory, so copy smaller parts.
+        accepted_rows: per sequence, the verified rows whose tokens are committed: first the token that was the last
+            committed one before this step, then each accepted draft token. A range, if the drafts were chains.
+        hidden_states: the target's hidden states at every verified row, rejected rows included: ``[T, taps, H]`` in the
+            dtype of its residual stream, on its device. Those of other rows, of prompts, come by ``observe``. None if
+            the drafter has no taps. The drafter may keep it; a slice keeps all of its memory, so copy smaller parts.
     """
 
     accepted_rows: list[Many[int]]
@@ -256,9 +255,9 @@ class Drafter(ABC):
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         """Propose up to ``limits[i]`` tokens to follow ``sequences[i].token_ids``, which must not be changed.
 
-        At least one limit is above 0. The tokens may also be the nodes of a tree (``Draft.parents``). A drafter whose
-        trees may have more nodes than a chain has tokens sets ``max_nodes`` and overrides ``propose_trees``; if it
-        proposes nothing but trees, it is a ``TreeDrafter``.
+        At least one limit is above 0. A sequence whose limit is 0 may not be admitted yet. The tokens may also be the
+        nodes of a tree (``Draft.parents``). A drafter whose trees may have more nodes than a chain has tokens sets
+        ``max_nodes`` and overrides ``propose_trees``; if it proposes nothing but trees, it is a ``TreeDrafter``.
         """
 
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
@@ -366,7 +365,7 @@ class Drafter(ABC):
         """Admit sequences, each of at most ``max_length`` tokens; compute the KV of all their tokens but the last."""
 
     def observe(self, sequences: list[Sequence], positions: list[range], features: Tensor) -> None:  # noqa: B027
-        """Receive hidden states of prompts after a forward of the target that prefilled; only a drafter with taps.
+        """Receive hidden states of prompts after a forward of the target that had their rows; only a drafter with taps.
 
         Copy what is to be kept of ``features``, because a later forward may overwrite it.
 

@@ -268,7 +268,7 @@ class RaggedModel:
         Args:
             pool: this model's pages.
             sequences: ``B`` sequences; the pool has the KV entries of their first ``target_kv_length`` tokens (with
-                ``unread``, of all). The forward computes the others too: with trees and taps, that is the last alone.
+                ``unread``, of all). The forward computes the others too; with trees, that may only be the last one.
             draft_tokens: ``[sum(num_draft_tokens)]`` int64 on any device, sequence after sequence.
             num_draft_tokens: number of draft tokens per sequence; 0 is allowed.
             parents: see ``Draft.parents``; None for chains. A model that verifies no trees raises NotYetSupportedError.

@@ -69,6 +69,9 @@ class LengthPolicy(ABC):
     The engine calls ``prepare`` when it is made, ``limits`` before a step, ``least_score`` when the tokens of the step
     have been drafted, ``observe`` after it, and ``forget`` when a sequence leaves. An instance serves one engine.
 
+    A sequence is not drafted for before its first token, whatever its K. A step with such a sequence is not observed,
+    nor is one whose forward has further rows of a text that is computed anew.
+
     Attributes:
         max_draft_tokens: the largest K that it gives.
         may_branch: whether a tree of the next step may have more nodes than a chain has tokens; read after ``limits``.
