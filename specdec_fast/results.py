@@ -126,7 +126,8 @@ class RunStats:
         num_out_of_memory: forwards that ran out of memory and were repeated with fewer rows.
         num_cached_tokens: prompt tokens whose KV entries were found in the prefix cache, of all sequences that ended.
         seconds: wall-clock time of the call so far. The stages add up to less, because there is host work between them.
-        timer: seconds per stage: prefill, draft, verify, accept, commit.
+        timer: seconds per stage: prefill, draft, verify, accept, commit. A forward with rows of prompts is a prefill,
+            also if it verifies draft tokens of other sequences.
         decoding: acceptance counts, summed over all sequences.
     """
 

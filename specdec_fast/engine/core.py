@@ -322,14 +322,12 @@ class EngineCore:
     def _room_for_prompts(self) -> int:
         """Return how many rows of prompts, beside their last ones, the forward of a step has room for.
 
-        A policy that learns could not tell what they cost from what draft tokens cost, and if prompts came in every
-        step, it would learn nothing. So with such a policy there is no room while a sequence may have draft tokens.
+        A policy that learns could not tell their cost from that of draft tokens. So with such a policy there is no room
+        while a sequence may have draft tokens.
         """
         if self.length_policy.learns and any(map(may_draft, self.resident)):
             return 0
-        most_rows = self.target.row_padding.largest
-        if self._most_rows is not None:
-            most_rows = min(most_rows, self._most_rows)
+        most_rows = min(filter(None, (self.target.row_padding.largest, self._most_rows)))
         most = self.scheduler.max_batch_size
         num_drafting = min(most, sum(map(may_draft, self.resident)))
         num_verified = min(most, len(self.resident)) + num_drafting * self.length_policy.max_draft_tokens

@@ -134,8 +134,8 @@ def propose(
     """Ask a drafter for at most ``limits[i]`` tokens of sequence i, and keep those that are worth their rows.
 
     Args:
-        drafter: not called if all limits are 0 (every sequence is at its last token, or K is 0). It does not see the
-            sequences whose prompts have rows in the step: their limits are 0, and their hidden states are not known.
+        drafter: not called if all limits are 0 (every sequence is at its last token, or K is 0). It does not see
+            sequences that may not draft yet (``may_draft``): their hidden states may not be known.
         policy: decides which of the tokens are kept, if they have scores.
         batch: ``B`` sequences.
         limits: per sequence, the largest number of draft tokens of a chain, and the largest depth of a tree.
@@ -151,7 +151,7 @@ def propose(
     """
     if not any(limits):
         return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), [0] * len(batch)), limits
-    shown = [i for i, sequence in enumerate(batch) if sequence.num_uncomputed == 1]
+    shown = [i for i, sequence in enumerate(batch) if may_draft(sequence)]
     if len(shown) == len(batch):
         return _checked_draft(drafter, policy, batch, limits, node_limits)
     own = ([values[i] for i in shown] for values in (batch, limits, node_limits))

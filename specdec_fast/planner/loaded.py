@@ -106,5 +106,6 @@ def _target_terms(target: RaggedModel, setting: EngineSetting) -> dict[str, int]
         "logits": rows * logits_bytes(target),
         "working memory": max(memory.working, sampling),
     }
-    tapped = target.empty_hidden_states(max(rows, prefill_rows))
+    # Twice: beside rows of prompts, those that are verified are copied out of the whole.
+    tapped = target.empty_hidden_states(2 * max(rows, prefill_rows))
     return terms if tapped is None else terms | {"hidden states": tapped.nbytes}

@@ -69,8 +69,8 @@ class LengthPolicy(ABC):
     The engine calls ``prepare`` when it is made, ``limits`` before a step, ``least_score`` when the tokens of the step
     have been drafted, ``observe`` after it, and ``forget`` when a sequence leaves. An instance serves one engine.
 
-    A sequence is not drafted for before its first token, whatever its K. A step with such a sequence is not observed,
-    nor is one whose forward has further rows of a text that is computed anew.
+    A sequence is not drafted for before its first token, whatever its K. A step whose forward computes rows of prompts
+    is not observed; for a policy that overrides ``observe``, that is only a step in which nothing may be drafted.
 
     Attributes:
         max_draft_tokens: the largest K that it gives.
@@ -104,9 +104,7 @@ class LengthPolicy(ABC):
     def observe(self, step: StepObservation) -> None:  # noqa: B027
         """Learn how long a step took and what was accepted in it.
 
-        If KV pages or memory ran short, the step had only a part of the batch that ``limits`` received. A sequence has
-        no draft tokens before its first token, whatever ``limits`` said. Steps whose forward computed rows of prompts
-        are not observed.
+        If KV pages or memory ran short, the step had only a part of the batch that ``limits`` received.
         """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027

@@ -299,7 +299,7 @@ def test_a_drafter_of_hidden_states_is_counted(target, tmp_path):
     own = storage_bytes(weights_of(target))
     others = {address: size for address, size in storage_bytes(drafter.weights()).items() if address not in own}
     assert plan.terms["drafter weights"] == sum(others.values()) > 0
-    assert plan.terms["hidden states"] == engine.target.empty_hidden_states(512).nbytes
+    assert plan.terms["hidden states"] == engine.target.empty_hidden_states(2 * 512).nbytes
     held = engine.target.program.held_bytes
     assert forward_memory(engine.target, {(512, 4)}).held == held <= plan.terms["target arenas"]
 

@@ -32,8 +32,8 @@ from support.trees import paths_of, trees_of
 HAS_PROGRAMS = all_ops()["linear"].why_unavailable("cpp") is None
 
 PROMPTS = [[(7 * i + j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((1, 2, 19, 9))]
-GREEDY = sd.SamplingParams(max_new_tokens=9)
-SAMPLED = sd.SamplingParams(max_new_tokens=9, temperature=0.8, seed=5)
+GREEDY = sd.SamplingParams(max_new_tokens=12)
+SAMPLED = sd.SamplingParams(max_new_tokens=12, temperature=0.8, seed=5)
 WIDTHS, SAMPLED_SCORES = (2, 4, 10, 0), (-0.5, -2.25, -3.0, -3.5)
 
 
