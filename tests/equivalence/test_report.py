@@ -116,7 +116,7 @@ def test_bench_reports_and_fails_by_what_it_finds(tmp_path, monkeypatch, capsys)
 
 class TestRejectionSampling:
     def test_all_and_nothing(self):
-        assert acceptance._tokens_per_step([np.ones(60)], 5) == pytest.approx(6.0)
+        assert acceptance._tokens_per_step([np.ones(61)], 5) == pytest.approx(6.0)
         assert acceptance._tokens_per_step([np.zeros(60)], 5) == 1.0
 
     def test_constant_overlap_gives_the_geometric_sum(self):
