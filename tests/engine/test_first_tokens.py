@@ -9,7 +9,6 @@ import pytest
 import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
-from specdec_fast.runner.ragged_model import RaggedModel
 from support.grids import grid
 from support.models import VOCAB_SIZE, tiny_model
 from support.recurrent_models import recurrent_model
@@ -24,21 +23,6 @@ PARAMS = [
     sd.SamplingParams(max_new_tokens=9, ignore_eos=True, logits_processors=[lambda ids, logits: -logits]),
     sd.SamplingParams(max_new_tokens=1),
 ]
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    """Rows, and rows whose logits are wanted, of every forward that is no call of C++ for a whole step."""
-    found = []
-    forward = RaggedModel.forward
-
-    def noted(self, batch, pool, logit_rows=None, hidden_states=None):
-        num_rows = len(batch.token_ids)
-        found.append((num_rows, num_rows if logit_rows is None else len(logit_rows)))
-        return forward(self, batch, pool, logit_rows, hidden_states)
-
-    monkeypatch.setattr(RaggedModel, "forward", noted)
-    return found
 
 
 def results(outputs):

@@ -12,7 +12,6 @@ import torch
 import specdec_fast as sd
 from specdec_fast.engine import prefilling as prefilling_module
 from specdec_fast.engine.scores import token_scores
-from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import VOCAB_SIZE
 from support.recording_drafter import Recording
 from support.scripted import scripted_model
@@ -68,21 +67,6 @@ def test_each_request_gets_what_it_asks_for(pair):
     assert tops == [None, [None, 1, 1], None, None, None, [None, 4, 4]]
     assert [o.prompt_ranks is not None for o in outputs] == [False, True, True, False, False, True]
     assert outputs[1].prompt_logprobs[0] is None
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    """Rows, and rows whose logits are wanted, of every forward of a target or a draft model."""
-    found = []
-    forward = RaggedModel.forward
-
-    def noted(self, batch, pool, logit_rows=None, hidden_states=None):
-        num_rows = len(batch.token_ids)
-        found.append((num_rows, num_rows if logit_rows is None else len(logit_rows)))
-        return forward(self, batch, pool, logit_rows, hidden_states)
-
-    monkeypatch.setattr(RaggedModel, "forward", noted)
-    return found
 
 
 def test_logits_only_where_they_are_wanted(pair, forwards, monkeypatch):
