@@ -325,11 +325,11 @@ class EngineCore:
         A policy that learns could not tell their cost from that of draft tokens. So with such a policy there is no room
         while a sequence may have draft tokens.
         """
-        if self.length_policy.learns and any(map(may_draft, self.resident)):
-            return 0
-        most_rows = min(filter(None, (self.target.row_padding.largest, self._most_rows)))
         most = self.scheduler.max_batch_size
         num_drafting = min(most, sum(map(may_draft, self.resident)))
+        if self.length_policy.learns and num_drafting:
+            return 0
+        most_rows = min(filter(None, (self.target.row_padding.largest, self._most_rows)))
         num_verified = min(most, len(self.resident)) + num_drafting * self.length_policy.max_draft_tokens
         return max(0, most_rows - num_verified)
 

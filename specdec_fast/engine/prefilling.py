@@ -184,7 +184,9 @@ class Prefilling:
         of prompts, so beside trees the rows are computed now.
         """
         ends = {s: s.length - 1 for s in batch if s.num_uncomputed > 1}
-        if has_trees and ends:
+        if not ends:
+            return []
+        if has_trees:
             self.compute(pool, ends)
             return []
         self.drop(ends)
