@@ -120,14 +120,7 @@ struct Fetched {
 template <int kB, typename Tiles>
 void add_packed_tiles(Tiles& tiles, const char* weights, const char* inputs, std::int64_t block_bytes, std::int64_t num_steps,
                       bool is_first, char* sums, Fetched fetched) {
-  if (is_first) {
-    clear_sums<kB>(tiles);
-  } else {
-    tiles.template load<0>(sums, kTileRowBytes), tiles.template load<1>(sums + kTileBytes, kTileRowBytes);
-    if constexpr (kB == 2) {
-      tiles.template load<2>(sums + 2 * kTileBytes, kTileRowBytes), tiles.template load<3>(sums + 3 * kTileBytes, kTileRowBytes);
-    }
-  }
+  load_sums<kB>(tiles, is_first, sums);
   for (std::int64_t step = 0; step < num_steps; ++step, weights += 2 * kTileBytes, inputs += kTileBytes) {
     tiles.template load<4>(inputs, kTileRowBytes);
     tiles.template load<6>(weights, kTileRowBytes);

@@ -61,11 +61,11 @@ SPECDEC_INLINE void copy_step(const std::uint16_t* row, std::int64_t in_features
 
 // Copies the weights of up to two tiles of outputs that cannot be multiplied in place: tile (step, which), zeros where
 // there is no output or input.
-inline void copy_weights(const LinearArgs& args, std::int64_t output, std::int64_t count, std::int64_t num_steps, char* to) {
+inline void copy_weights(const LinearArgs& args, std::int64_t output, std::int64_t count, Range steps, char* to) {
   const auto* weights = static_cast<const std::uint16_t*>(args.weight) + output * args.in_features;
   for (std::int64_t o = 0; o < kPairOutputs; ++o) {
-    for (std::int64_t step = 0; step < num_steps; ++step) {
-      char* own = to + step * 2 * kTileBytes + o * kTileRowBytes;
+    char* own = to + o * kTileRowBytes;
+    for (std::int64_t step = steps.begin; step < steps.end; ++step, own += 2 * kTileBytes) {
       if (o < count) {
         copy_step(weights + o * args.in_features, args.in_features, step, own);
       } else {
@@ -80,14 +80,22 @@ struct TileWeights {
   const char* first;
   std::int64_t stride;  // bytes between rows of a tile; then between steps, and between the two tiles
   std::int64_t step, other;
-  Range fetched;  // the rows of weights to fetch meanwhile, counted from the first
+  const char* next;     // of weights that are fetched meanwhile; null: none
 };
 
-// The sums of kB blocks and two tiles of outputs are tiles 0 to 2 * kB - 1: set to zero, and written to `sums`.
+// The sums of kB blocks and two tiles of outputs are tiles 0 to 2 * kB - 1: zero at first, later read from `sums`, and
+// written there.
 template <int kB, typename Tiles>
-SPECDEC_INLINE void clear_sums(Tiles& tiles) {
-  tiles.template zero<0>(), tiles.template zero<1>();
-  if constexpr (kB == 2) tiles.template zero<2>(), tiles.template zero<3>();
+SPECDEC_INLINE void load_sums(Tiles& tiles, bool is_first, const char* sums) {
+  if (is_first) {
+    tiles.template zero<0>(), tiles.template zero<1>();
+    if constexpr (kB == 2) tiles.template zero<2>(), tiles.template zero<3>();
+  } else {
+    tiles.template load<0>(sums, kTileRowBytes), tiles.template load<1>(sums + kTileBytes, kTileRowBytes);
+    if constexpr (kB == 2) {
+      tiles.template load<2>(sums + 2 * kTileBytes, kTileRowBytes), tiles.template load<3>(sums + 3 * kTileBytes, kTileRowBytes);
+    }
+  }
 }
 
 template <int kB, typename Tiles>
@@ -98,11 +106,13 @@ SPECDEC_INLINE void write_sums(const Tiles& tiles, char* sums) {
   }
 }
 
-// Computes the sums of two tiles of outputs for kB blocks of inputs.
+// Adds `num_steps` steps to the sums of two tiles of outputs for kB blocks of inputs, or to zero if these are the first
+// steps. Fetches the next weights of the outputs `fetched`.
 template <int kB, typename Tiles>
-void add_tiles(Tiles& tiles, const TileWeights& weights, const char* inputs, std::int64_t columns, std::int64_t block_bytes,
-               std::int64_t num_steps, char* sums) {
-  clear_sums<kB>(tiles);
+void add_tiles(Tiles& tiles, const TileWeights& weights, Range fetched, const char* inputs, std::int64_t columns,
+               std::int64_t block_bytes, std::int64_t num_steps, bool is_first, char* sums) {
+  if (weights.next == nullptr) fetched = {0, 0};
+  load_sums<kB>(tiles, is_first, sums);
   const std::int64_t row_bytes = 4 * columns;
   for (std::int64_t step = 0; step < num_steps; ++step, inputs += kTilePairs * row_bytes) {
     const char* own = weights.first + step * weights.step;
@@ -110,7 +120,8 @@ void add_tiles(Tiles& tiles, const TileWeights& weights, const char* inputs, std
     tiles.template load<4>(own, weights.stride);
     tiles.template load<5>(own + weights.other, weights.stride);
     // Rows of weights are as many streams as outputs, and hardware follows a few only.
-    for (std::int64_t o = weights.fetched.begin; o < weights.fetched.end; ++o) __builtin_prefetch(own + o * weights.stride);
+    const char* next = weights.next + step * weights.step;
+    for (std::int64_t o = fetched.begin; o < fetched.end; ++o) __builtin_prefetch(next + o * weights.stride);
     tiles.template multiply_add<0, 4, 6>();
     tiles.template multiply_add<1, 5, 6>();
     if constexpr (kB == 2) {
@@ -158,36 +169,72 @@ inline void store_sums(const LinearWork& work, const char* sums, std::int64_t bl
   }
 }
 
+constexpr std::int64_t kSlicedInputBytes = 1 << 20;  // inputs of a slice: half of the second-level cache
+constexpr std::int64_t kMostSliceSteps = 128;        // so the weights of two tiles of outputs are an eighth of it
+constexpr std::int64_t kLeastSliceSteps = 16;        // with fewer, sums are loaded and stored too often
+constexpr std::int64_t kSlicedPairs = 8;             // pairs of tiles of outputs that share a slice of inputs
+
+// Steps of a slice. Slices are about equally long.
+inline std::int64_t steps_of_slice(std::int64_t num_steps, std::int64_t step_bytes) {
+  const std::int64_t most = std::clamp(kSlicedInputBytes / step_bytes, kLeastSliceSteps, kMostSliceSteps);
+  const std::int64_t slices = (num_steps + most - 1) / most;
+  return (num_steps + slices - 1) / slices;
+}
+
 // Computes few rows with the weights in place. The weights of two tiles of outputs are in the second-level cache from one
-// pair of blocks to the next, while those of the next outputs are fetched.
+// pair of blocks to the next, while those of the next outputs are fetched. So are the inputs, from one pair of tiles to the
+// next: if they are too many, they are multiplied slice by slice, and the sums of several pairs of tiles are kept in memory
+// between two slices.
 template <typename Tiles>
 void tile_outputs(const LinearWork& work, Range blocks, Range outputs, void* buffer) {
   const LinearArgs& args = work.args;
   const std::int64_t num_steps = work.plan.num_steps, columns = work.plan.height, row_bytes = 2 * args.in_features;
-  const std::int64_t num_pairs = (blocks.end - blocks.begin + 1) / 2;
+  const std::int64_t num_blocks = blocks.end - blocks.begin, num_pairs = (num_blocks + 1) / 2;
+  const std::int64_t step_bytes = kTilePairs * 4 * columns, slice = steps_of_slice(num_steps, num_blocks * step_bytes);
+  const std::int64_t group_pairs = slice == num_steps ? 1 : kSlicedPairs;
   char* sums = static_cast<char*>(buffer);
-  char* copied = sums + kSumsBytes;
+  char* copied = sums + group_pairs * num_pairs * kSumsBytes;
   Tiles tiles;
   tiles.configure(columns);
-  for (std::int64_t output = outputs.begin; output < outputs.end; output += kPairOutputs) {
-    const std::int64_t count = std::min(kPairOutputs, outputs.end - output);
-    const bool in_place = args.in_features % kTileInputs == 0 && count == kPairOutputs;
-    const bool fetches = in_place && output + 2 * kPairOutputs <= outputs.end;
-    if (!in_place) copy_weights(args, output, count, num_steps, copied);
-    TileWeights weights{copied, kTileRowBytes, 2 * kTileBytes, kTileBytes, {0, 0}};
-    if (in_place) {
-      const char* first = static_cast<const char*>(args.weight) + output * row_bytes;
-      weights = {first, row_bytes, kTileRowBytes, kTileHeight * row_bytes, {0, 0}};
-    }
-    for (std::int64_t pair = 0; pair < num_pairs; ++pair) {
+  // Two tiles of weights in a slice; those of `next` are fetched meanwhile, a part of them for each pair of blocks.
+  const auto multiply = [&](const TileWeights& weights, Range steps, std::int64_t output, char* pair_sums) {
+    for (std::int64_t pair = 0; pair < num_pairs; ++pair, pair_sums += kSumsBytes) {
       const std::int64_t block = blocks.begin + 2 * pair;
       const bool both = block + 1 < blocks.end;
-      const auto fetched = [&](std::int64_t part) { return kPairOutputs + kPairOutputs * part / num_pairs; };
-      if (fetches) weights.fetched = {fetched(pair), fetched(pair + 1)};
-      (both ? add_tiles<2, Tiles> : add_tiles<1, Tiles>)(tiles, weights, work.prepared(block), columns,
-                                                         work.plan.block_bytes, num_steps, sums);
-      store_sums(work, sums, block, output, count);
-      if (both) store_sums(work, sums + 2 * kTileBytes, block + 1, output, count);
+      const char* inputs = work.prepared(block) + steps.begin * step_bytes;
+      const Range fetched = {kPairOutputs * pair / num_pairs, kPairOutputs * (pair + 1) / num_pairs};
+      (both ? add_tiles<2, Tiles> : add_tiles<1, Tiles>)(tiles, weights, fetched, inputs, columns, work.plan.block_bytes,
+                                                         steps.end - steps.begin, steps.begin == 0, pair_sums);
+      if (steps.end < num_steps) continue;
+      const std::int64_t count = std::min(kPairOutputs, outputs.end - output);
+      store_sums(work, pair_sums, block, output, count);
+      if (both) store_sums(work, pair_sums + 2 * kTileBytes, block + 1, output, count);
+    }
+  };
+  const auto in_place = [&](std::int64_t output) {
+    return args.in_features % kTileInputs == 0 && output + kPairOutputs <= outputs.end;
+  };
+  const auto weights_at = [&](std::int64_t output, std::int64_t step) {
+    return static_cast<const char*>(args.weight) + output * row_bytes + step * kTileRowBytes;
+  };
+  for (std::int64_t group = outputs.begin; group < outputs.end; group += group_pairs * kPairOutputs) {
+    const std::int64_t group_end = std::min(outputs.end, group + group_pairs * kPairOutputs);
+    for (Range steps = {0, 0}; steps.begin < num_steps; steps.begin = steps.end) {
+      steps.end = std::min(steps.begin + slice, num_steps);
+      for (std::int64_t output = group; output < group_end; output += kPairOutputs) {
+        char* pair_sums = sums + (output - group) / kPairOutputs * num_pairs * kSumsBytes;
+        if (!in_place(output)) {
+          copy_weights(args, output, std::min(kPairOutputs, outputs.end - output), steps, copied);
+          multiply({copied, kTileRowBytes, 2 * kTileBytes, kTileBytes, nullptr}, steps, output, pair_sums);
+          continue;
+        }
+        const bool ends_slice = output + kPairOutputs >= group_end, returns = ends_slice && steps.end < num_steps;
+        const std::int64_t next = returns ? group : output + kPairOutputs;
+        const std::int64_t next_step = returns ? steps.end : ends_slice ? 0 : steps.begin;
+        multiply({weights_at(output, steps.begin), row_bytes, kTileRowBytes, kTileHeight * row_bytes,
+                  in_place(next) ? weights_at(next, next_step) : nullptr},
+                 steps, output, pair_sums);
+      }
     }
   }
   tiles.release();
@@ -202,8 +249,9 @@ LinearPlan tile_plan(const LinearArgs& args) {
   const std::int64_t columns = even_height(args.num_rows, kTileHeight);
   const std::int64_t block_bytes = (num_steps * kTilePairs * columns * 4 + 63) / 64 * 64;
   const std::int64_t blocks = (args.num_rows + columns - 1) / columns;
+  const std::int64_t sums_bytes = kSlicedPairs * ((blocks + 1) / 2) * kSumsBytes;
   return {prepare_tiles, tile_outputs<Tiles>, num_steps, columns, block_bytes, blocks, kPairOutputs,
-          kSumsBytes + num_steps * 2 * kTileBytes, kWeightRows};
+          sums_bytes + std::min(num_steps, kMostSliceSteps) * 2 * kTileBytes, kWeightRows};
 }
 
 constexpr LinearPlanner kTransposedTilePlan = packed_tile_plan<SPECDEC_TILES, WeightsByInput>;

@@ -32,10 +32,22 @@ def linear_transposed(rows: Tensor, weight: Tensor) -> Tensor:
     return grouped_linear(rows[:, None], torch.zeros(len(rows), 1, dtype=torch.int64), experts, None)[:, 0]
 
 
-# One row and one tile; tiles not full; two tiles of rows; several pairs of tiles; many rows, so packed weights: in one
-# group of steps, and in two, between which sums wait in memory.
+# One row and one tile; tiles not full; two tiles of rows; several pairs of tiles. Slices of steps, between which sums wait
+# in memory: long rows, two groups of outputs, the last not full; several blocks, and an odd last input. Many rows, so
+# packed weights: in one group of steps, and in two.
 @pytest.mark.parametrize(
-    "shape", [(1, 32, 16), (3, 75, 5), (19, 64, 33), (40, 1100, 40), (257, 75, 40), (275, 2100, 33)], ids=str
+    "shape",
+    [
+        (1, 32, 16),
+        (3, 75, 5),
+        (19, 64, 33),
+        (40, 1100, 40),
+        (3, 4128, 300),
+        (150, 4101, 40),
+        (257, 75, 40),
+        (275, 2100, 33),
+    ],
+    ids=str,
 )
 def test_sums_are_those_of_the_manual(shape: tuple[int, int, int]) -> None:
     rows, weight = cancelling(*shape)
