@@ -36,6 +36,7 @@ def _bytes_moved(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> in
 
 _BENCHMARKED = (
     ("", (4096, 12_288), "an MLP of Qwen3-8B, whose weights fit into no cache"),
+    ("_down", (12_288, 4096), "the layer behind it, with long rows"),
     ("_small", (1024, 3072), "an MLP of Qwen3-0.6B, whose weights fit into the last cache"),
     ("_tiny", (128, 352), "an MLP of the bundled target, whose weights fit into the first caches"),
 )
