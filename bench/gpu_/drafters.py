@@ -40,6 +40,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3 chain": {"draft": _EAGLE3},
     "eagle3 chain without graphs": {"draft": _EAGLE3},
     "eagle3 tree": {"draft": _EAGLE3, "draft_tree": 16},
+    "eagle3 tree without graphs": {"draft": _EAGLE3, "draft_tree": 16},
     "mtp chain": {"draft": _MTP},
     "mtp chain without graphs": {"draft": _MTP},
     "self": {"draft": "self"},
@@ -48,7 +49,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "draft model, int4": {"draft": _DRAFT_MODEL, **_INT4},
     "ngram, int4": {"draft": "ngram", **_INT4},
 }
-CHAINS = ("eagle3 chain", "mtp chain")  # each of them must be drafted by graphs where the target has graphs
+# Each of them must be drafted by graphs where the target has graphs.
+OF_GRAPHS = ("eagle3 chain", "eagle3 tree", "mtp chain")
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -100,7 +102,7 @@ def _compare(
     found: dict[str | None, Tokens],
     progress: Progress,
 ) -> None:
-    """Decode, note a row, and fail if an output differs from plain decoding or a chain was drafted without graphs.
+    """Decode, note a row, and fail if an output differs from plain decoding, or if drafting lacked graphs.
 
     Raises:
         RuntimeError: plain decoding failed before.
@@ -129,7 +131,7 @@ def _compare(
         seconds_drafting=stats.timer.seconds.get("draft", 0.0),
         num_steps=stats.num_steps,
     )
-    if name in CHAINS and target_graphs and not described["graphs_captured"]:
-        progress.fail(what, f"no graph drafted chains: {described['why_no_graphs']}")
+    if name in OF_GRAPHS and target_graphs and not described["graphs_captured"]:
+        progress.fail(what, f"no graph drafted: {described['why_no_graphs']}")
     if equal < len(tokens):
         progress.fail(what, f"{len(tokens) - equal} of {len(tokens)} outputs differ from plain decoding")

@@ -125,6 +125,10 @@ class GrowingTree:
         """Return the score of a node; that of the root is 0."""
         return 0.0 if node == ROOT else self._scores[node]
 
+    def place(self, node: int) -> int:
+        """Return the node of the static tree that a node of the frontier is, or ``ROOT``."""
+        return self._places[node]
+
     def depth(self, node: int) -> int:
         """Return the number of nodes on the path to a node, itself included."""
         return 0 if node == ROOT else 1 + self.depth(self._parents[node])

@@ -59,6 +59,10 @@ class StaticTree:
         """Return whether a node has children."""
         return node in self.parents
 
+    def level_below(self, nodes: Many[int]) -> list[int]:
+        """Return the children of some nodes that have children themselves, in the order of the choices."""
+        return [node for node, parent in enumerate(self.parents) if parent in nodes and self.has_children(node)]
+
     def _within(self, depth: int, num_nodes: int) -> Shape:
         """Return the first ``num_nodes`` choices of at most ``depth`` ranks, depth first, the likeliest child first."""
         kept = sorted([choice for choice in self.choices if len(choice) <= depth][:num_nodes])

@@ -27,7 +27,7 @@ from specdec_fast.ops.quantized_linear import quantized_linear
 from specdec_fast.ops.registry import INTERPRETING
 from specdec_fast.ops.verify_chain import verify_chain
 from specdec_fast.runner.graphs.capture import Captured
-from specdec_fast.runner.graphs.chains import ChainGraphs
+from specdec_fast.runner.graphs.drafts import DraftGraphs
 from support import repeated
 from support.gpu_check import METHODS, SMOKE, TASKS, main, result_of
 
@@ -343,18 +343,20 @@ def test_wrong_logits_of_a_verification_are_red(monkeypatch):
     assert [failure["what"] for failure in result_of("decoding")["failures"]] == ["logits of a verification"]
 
 
-def test_chains_of_mtp_layers_must_be_drafted_by_graphs(monkeypatch):
+@pytest.mark.parametrize("name", ["mtp chain", "eagle3 tree"])
+def test_what_graphs_can_draft_must_be_drafted_by_them(monkeypatch, name):
     """Where the target has graphs, as on a GPU."""
     repeated.graphs_for_cpu(monkeypatch)
     monkeypatch.setattr(gpu_drafters, "TEMPERATURES", (1.0,))
-    few = {name: gpu_drafters.DRAFTERS[name] for name in (gpu_drafters.PLAIN, "mtp chain")}
+    monkeypatch.setattr(gpu_drafters, "SMOKE", replace(gpu_drafters.SMOKE, max_new_tokens=24))
+    few = {each: gpu_drafters.DRAFTERS[each] for each in (gpu_drafters.PLAIN, name)}
     monkeypatch.setattr(gpu_drafters, "DRAFTERS", few)
     found = result_of("drafters")
     assert found["failures"] == []
-    _, chain = found["rows"]
-    assert chain["equal"] == chain["outputs"] > 0
-    assert chain["draft_graphs"] > 0
-    monkeypatch.setattr(ChainGraphs, "has_loop", lambda *_: False)
+    _, drafted = found["rows"]
+    assert drafted["equal"] == drafted["outputs"] > 0
+    assert drafted["draft_graphs"] > 0
+    monkeypatch.setattr(DraftGraphs, "has_loop", lambda *_: False)
     (failure,) = result_of("drafters")["failures"]
-    assert failure["what"] == "mtp chain at batch 2, temperature 1"
-    assert failure["why"].startswith("no graph drafted chains")
+    assert failure["what"] == f"{name} at batch 2, temperature 1"
+    assert failure["why"].startswith("no graph drafted")

@@ -32,9 +32,9 @@ def linear_transposed(rows: Tensor, weight: Tensor) -> Tensor:
     return grouped_linear(rows[:, None], torch.zeros(len(rows), 1, dtype=torch.int64), experts, None)[:, 0]
 
 
-# One row and one tile; tiles not full; two tiles of rows; several pairs of tiles. Slices of steps, between which sums wait
-# in memory: long rows, two groups of outputs, the last not full; several blocks, and an odd last input. Many rows, so
-# packed weights: in one group of steps, and in two.
+# One row and one tile; tiles not full; two tiles of rows; several pairs of tiles. Slices of steps, between which sums
+# wait in memory: long rows, two groups of outputs, the last not full; several blocks, and an odd last input. Many rows,
+# so packed weights: in one group of steps, and in two.
 @pytest.mark.parametrize(
     "shape",
     [

@@ -13,15 +13,20 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
+from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import Draft, DrafterContext, draft_of_trees
 from specdec_fast.drafters.eagle3.model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, trees_of
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
+from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.drafting import laid_out_loop
+from specdec_fast.runner.graphs.drafts import DraftBatch
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.runner.row_module import RowModule
+from specdec_fast.trees.growing import TreeNodes
 
 
 class Eagle3Drafter(ChainDrafter):
@@ -93,7 +98,11 @@ class Eagle3Drafter(ChainDrafter):
             counts = dict(zip(chosen, drafted.counts, strict=True))
             every_count = [counts.get(i, 0) for i in range(len(sequences))]
             return Draft(drafted.token_ids, every_count, drafted.parents, drafted.scores if self.has_scores else None)
-        trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(drafting))
+        queued = self._queued_rows(drafting)
+        features = self._hidden_states(queued)
+        trees = self._trees_of_graph(self._trees, queued, features, within)
+        if trees is None:
+            trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(queued, features))
         nodes = dict(zip(chosen, trees, strict=True))
         return draft_of_trees([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
@@ -106,8 +115,27 @@ class Eagle3Drafter(ChainDrafter):
         choice = self._choice(sampling_of(sequences, self._device))
         return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
-    def _last_rows(self, sequences: list[Sequence]) -> LastRows:
-        batch, inputs = self._queued_batch(self._queued_rows(sequences))
+    def _trees_of_graph(
+        self, trees: Eagle3Trees, queued: list[Rows], features: Tensor, limits: list[tuple[int, int]]
+    ) -> list[TreeNodes] | None:
+        """Return the trees that one graph drafts; None if there is none for these sequences.
+
+        A sequence whose tree has fewer levels than others' has as many forwards; see ``GraphRunner.draft``.
+        """
+        if self.graphs is None or not self.graphs.has_loop(max(depth for depth, _ in limits)):
+            return None
+        laid_out = laid_out_loop(self._pool(), queued, [num_nodes + 1 for _, num_nodes in limits])
+        if laid_out is None:
+            return None
+        layout, columns = laid_out
+        parts = trees.graph_parts(self._projected, self._loop_forward)
+        batch = DraftBatch(layout, tokens_after(queued), features, columns, self._pool())
+        named = self.graphs.draft_trees(parts, batch)
+        return None if named is None else trees.grown(named, limits)
+
+    def _last_rows(self, queued: list[Rows], features: Tensor) -> LastRows:
+        batch = lay_out(self._pool(), queued, to_device(tokens_after(queued), self._device))
+        inputs = self._projected(features)
         logits, hidden = self.rows(self._pool(), batch, inputs, batch.last_rows)
         return LastRows(inputs[batch.last_rows], hidden[batch.last_rows], logits)
 

@@ -8,6 +8,7 @@ dropped: a tree never takes more slots than it has nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.device_copy import to_device
+from specdec_fast.batch.sampling_batch import Sampling
+from specdec_fast.device_copy import all_to_host, to_device
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.eagle3.model import Eagle3Model
 from specdec_fast.drafters.shared import ranked
@@ -26,6 +28,9 @@ from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import TreeRules
 from specdec_fast.request.sequence import Sequence
+from specdec_fast.runner.graphs.phases import LoopForward
+from specdec_fast.runner.graphs.tree_growth import BestGrowth, Growth, StaticGrowth, static_levels
+from specdec_fast.runner.graphs.trees import TreeParts
 from specdec_fast.runner.row_module import RowModule
 from specdec_fast.trees.growing import GrowingTree, TreeNodes
 from specdec_fast.trees.parents import ROOT
@@ -97,6 +102,8 @@ class Eagle3Trees:
         self._shape = None if isinstance(tree, int) else StaticTree(tree)
         self.is_static = self._shape is not None
         self.max_nodes = tree if isinstance(tree, int) else len(tree)
+        # Of a static tree, for graphs.
+        self._levels = [] if self._shape is None else static_levels(self._shape, model.layout.device)
         self._ranker = TokenRanker(model.ops, model.vocab_size, model.target_ids)
 
     @property
@@ -134,7 +141,10 @@ class Eagle3Trees:
     def draft(
         self, pool: PagePool, sequences: list[Sequence], limits: list[tuple[int, int]], last: LastRows
     ) -> list[TreeNodes]:
-        """Draft one tree per sequence, with PyTorch in control; ``RowModule.draft_trees`` drafts the same trees.
+        """Draft one tree per sequence, with PyTorch in control.
+
+        ``RowModule.draft_trees`` drafts the same trees in a call of a program, and a graph of ``graph_parts`` where
+        every sequence may have all nodes.
 
         Args:
             pool: the drafter's pages.
@@ -162,6 +172,50 @@ class Eagle3Trees:
             states = torch.cat([states, hidden])
         return [each.tree.nodes() for each in trees]
 
+    def graph_parts(self, project: Callable[[Tensor], Tensor], forward: LoopForward) -> TreeParts:
+        """Return what a graph needs to draft the trees that ``draft`` does.
+
+        Args:
+            project: from the target's hidden states to features.
+            forward: computes rows.
+        """
+        shape = self._shape
+        width = self._width
+
+        def rank(logits: Tensor, sampling: Sampling | None, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+            return self._ranker.ranks(logits, sampling, tokens, self._num_ranks(depth))
+
+        def growth() -> Growth:
+            return BestGrowth(self.max_nodes, width) if shape is None else StaticGrowth(self._levels)
+
+        return TreeParts(project, forward, rank, growth, self.max_nodes)
+
+    def grown(self, named: tuple[Tensor, ...], limits: list[tuple[int, int]]) -> list[TreeNodes]:
+        """Grow the trees of ``B`` sequences from the children that a graph named.
+
+        The graph grows trees of ``max_nodes`` nodes. If fewer are allowed, the best of these are kept.
+
+        Args:
+            named: of ``tree_loop``.
+            limits: as in ``draft``.
+        """
+        parts = [part.tolist() for part in all_to_host(named)]
+        levels = list(zip(parts[::2], parts[1::2], strict=True))
+        trees = []
+        for i, (depth, num_nodes) in enumerate(limits):
+            tree = GrowingTree(self.max_nodes, self._width, self._shape)
+            for level, (ids, log_probs) in enumerate(levels[:depth]):
+                rows = list(range(len(tree.frontier)))
+                if level and self._levels:  # nodes whose logits have a NaN may be missing
+                    rows = [self._levels[level - 1].nodes.index(tree.place(node)) for node in tree.frontier]
+                tree.add_children([ids[i][row] for row in rows], [log_probs[i][row] for row in rows])
+            tree.max_nodes = num_nodes
+            trees.append(tree.nodes())
+        return trees
+
+    def _num_ranks(self, depth: int) -> int:
+        return WIDTH if self._shape is None else self._shape.num_ranks[depth]
+
     @property
     def _width(self) -> int:
         return WIDTH if self._shape is None else self.max_nodes
@@ -177,8 +231,7 @@ class Eagle3Trees:
             previous += [_token(each, node) for node in each.tree.frontier]
             paths += [each.tree.path(node) for node in each.tree.frontier]
             ends.append(len(previous))
-        num_ranks = WIDTH if self._shape is None else self._shape.num_ranks[depth]
-        ranked = self._ranker(logits, owners, previous, depth, num_ranks, paths)
+        ranked = self._ranker(logits, owners, previous, depth, self._num_ranks(depth), paths)
         for each, (start, stop) in zip(growing, pairwise(ends), strict=True):
             each.tree.add_children(ranked.token_ids[start:stop], ranked.log_probs[start:stop])
 

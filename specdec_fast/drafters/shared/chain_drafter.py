@@ -25,7 +25,7 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.drafting import draft_on_pages, first_tokens, laid_out_loop
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import capture_for
-from specdec_fast.runner.graphs.chains import ChainGraphs
+from specdec_fast.runner.graphs.drafts import DraftBatch, DraftGraphs
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.graphs.phases import ChainParts
 from specdec_fast.runner.row_module import RowModule
@@ -60,7 +60,7 @@ class ChainDrafter(TappedDrafter):
         most = config.most_draft_tokens
         limits = Limits(config.max_batch_size, most + 1, most)
         self._addresses: list[int] = []  # of the weights that graphs read
-        self.graphs = None if capture is None or config.enforce_eager else ChainGraphs(capture, limits)
+        self.graphs = None if capture is None or config.enforce_eager else DraftGraphs(capture, limits)
 
     def prepare(self, num_tokens: int, page_size: int) -> None:
         if self.graphs is not None:  # a graph reads weights where they were
@@ -146,12 +146,14 @@ class ChainDrafter(TappedDrafter):
             return None
         layout, columns = laid_out
 
-        def forward(batch: RaggedBatch, wanted: Tensor | None, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-            assert inputs is not None
-            return self._forward(batch, inputs, wanted)
-
         def choose(logits: Tensor, sampling: Sampling | None, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
             return self._next_tokens(logits, token_ids, sampling, cu_seqlens)
 
-        parts = ChainParts(self._projected, forward, choose)
-        return self.graphs.draft(parts, layout, tokens_after(queued), features, columns, self._pool())
+        parts = ChainParts(self._projected, self._loop_forward, choose)
+        return self.graphs.draft(parts, DraftBatch(layout, tokens_after(queued), features, columns, self._pool()))
+
+    def _loop_forward(
+        self, batch: RaggedBatch, wanted: Tensor | None, inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert inputs is not None
+        return self._forward(batch, inputs, wanted)

@@ -79,24 +79,41 @@ class TokenRanker:
             paths: the draft tokens in front of each row, which the masks of its sequence follow; None: masks are not
                 known.
         """
-        num_ranks = min(num_ranks, logits.shape[1])
         sampling = sampling_of(sequences, logits.device, ahead)
         if paths is not None:
             logits = masked_logits(logits, sequences, paths, self._target_ids)
+        behind = None if sampling is None else to_device(previous, logits.device)
+        ids, log_probs = self.ranks(logits, sampling, behind, num_ranks)
+        return RankedTokens(ids.tolist(), log_probs.tolist())
+
+    def ranks(
+        self, logits: Tensor, sampling: Sampling | None, previous: Tensor | None, num_ranks: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rank the next tokens of ``N`` rows, without waiting for the device.
+
+        Args:
+            logits: ``[N, draft_vocab_size]``.
+            sampling: how each row's token is chosen; None: all greedily.
+            previous: ``[N]`` int64, see ``drawn_ranks``.
+            num_ranks: as in a call.
+
+        Returns:
+            ``[N, num_ranks]`` int64 ids of the target, and ``[N, num_ranks]`` float64, as in ``RankedTokens``.
+        """
+        num_ranks = min(num_ranks, logits.shape[1])
         if sampling is None:
             found = (logits.float() / GREEDY_TEMPERATURE).log_softmax(dim=-1).topk(num_ranks, dim=-1)
             ids = found.indices if self._target_ids is None else self._target_ids[found.indices]
-            return RankedTokens(ids.tolist(), found.values.tolist())
+            return ids, found.values.double()
         has_ranks = (logits < float("inf")).all(dim=-1, keepdim=True)  # neither NaN nor infinity
         total = (torch.nan_to_num(logits).double() / GREEDY_TEMPERATURE).logsumexp(dim=-1, keepdim=True)
         draft_ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
-        ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, to_device(previous, logits.device), draft_ids)
+        ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, previous, draft_ids)
         temperatures = sampling.temperatures[:, None]
         noise = gumbel((self._ops.unchecked or self._ops).noise_words(ids, sampling.seeds, sampling.positions))
         drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
         log_probs = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE - total)
-        log_probs = log_probs.masked_fill(~has_ranks, float("-inf"))
-        return RankedTokens(ids.tolist(), log_probs.tolist())
+        return ids, log_probs.masked_fill(~has_ranks, float("-inf"))
 
 
 def masked_logits(
