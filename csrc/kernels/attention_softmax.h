@@ -20,10 +20,12 @@ SPECDEC_INLINE Vector tanh_of(Vector x) {
   return magnitude < 0.625f ? near : (x < 0.0f ? -far : far);
 }
 
-// Combine the lanes of a vector in pairs: always the upper half with the lower one.
+typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
+typedef std::int32_t QuadIndex __attribute__((vector_size(4 * sizeof(std::int32_t))));
+
+// Combine the lanes of a vector in pairs, the upper half with the lower one, until four are left.
 template <typename Combine>
-SPECDEC_INLINE float combined(Vector lanes, Combine combine) {
-  typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
+SPECDEC_INLINE Quad four_combined(Vector lanes, Combine combine) {
 #if SPECDEC_LANES == 16
   typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
   Eight eights[2];
@@ -35,43 +37,85 @@ SPECDEC_INLINE float combined(Vector lanes, Combine combine) {
 #if SPECDEC_LANES >= 8
   Quad quads[2];
   std::memcpy(quads, &half, sizeof(half));
-  const Quad quad = combine(quads[0], quads[1]);
+  return combine(quads[0], quads[1]);
 #else
-  const Quad quad = half;
+  return half;
 #endif
-  const float even = quad[0], odd = quad[1];
-  return combine(combine(even, static_cast<float>(quad[2])), combine(odd, static_cast<float>(quad[3])));
 }
 
-// Fold a tile's scores into the running softmax of one row (FlashAttention, arXiv 2205.14135, algorithm 1). Scores become
-// weights; -infinity becomes the weight 0. Returns the factor by which the earlier sums must be multiplied. If weights are
-// multiplied as bf16, they are rounded before they are summed, so that an output is a mean of values.
-template <typename Product>
-SPECDEC_INLINE float soften(float* scores, float& maximum, float& sum) {
-  Vector highest = splat(maximum);
-#pragma GCC unroll 16
-  for (std::int64_t j = 0; j < kTile; j += kLanes) {
-    const Vector own = load_vector(scores + j);
-    highest = own > highest ? own : highest;
-  }
-  const float most = combined(highest, [](auto one, auto other) { return other > one ? other : one; });
-  Vector added = {};
-#pragma GCC unroll 16
-  for (std::int64_t j = 0; j < kTile; j += kLanes) {
-    Vector weights = exp_nonpositive(load_vector(scores + j) - most);
-    if constexpr (Product::kNumbers == 2) {
-      const Words bits = reinterpret_cast<Words>(weights), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-      weights = reinterpret_cast<Vector>(rounded << 16);
-      store_as(reinterpret_cast<char*>(scores) + 2 * j, __builtin_convertvector(rounded, Halves));
-    } else {
-      store_as(scores + j, weights);
+constexpr int kSoftened = 4;  // rows whose scores become weights together
+
+// Combine the lanes of each of kRows vectors in pairs, always in the same order, to one number of each.
+template <int kRows, typename Combine>
+SPECDEC_INLINE void combine_lanes(const Vector (&lanes)[kRows], Combine combine, float* to) {
+  if constexpr (kRows == kSoftened) {  // transposed, so that an instruction combines numbers of all rows
+    const Quad a = four_combined(lanes[0], combine), b = four_combined(lanes[1], combine);
+    const Quad c = four_combined(lanes[2], combine), d = four_combined(lanes[3], combine);
+    const QuadIndex low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
+    const Quad ab = shuffled(a, b, low), cd = shuffled(c, d, low), above_ab = shuffled(a, b, high), above_cd = shuffled(c, d, high);
+    const Quad even = combine(shuffled(ab, cd, first), shuffled(above_ab, above_cd, first));
+    const Quad odd = combine(shuffled(ab, cd, second), shuffled(above_ab, above_cd, second));
+    store_as(to, combine(even, odd));
+  } else {
+    for (int r = 0; r < kRows; ++r) {
+      const Quad quad = four_combined(lanes[r], combine);
+      const float even = quad[0], odd = quad[1];
+      to[r] = combine(combine(even, static_cast<float>(quad[2])), combine(odd, static_cast<float>(quad[3])));
     }
-    added += weights;
   }
-  const float rescale = exp_nonpositive(splat(maximum - most))[0];
-  maximum = most;
-  sum = sum * rescale + combined(added, [](auto one, auto other) { return one + other; });
-  return rescale;
+}
+
+// What `soften` reads and writes of kRows rows: scores are kTile apart, all others side by side.
+struct SoftenedRows {
+  float *scores, *maximum, *sum, *rescale;
+};
+
+// Fold a tile's scores, times `scale`, into the running softmax of kRows rows (FlashAttention, arXiv 2205.14135,
+// algorithm 1). Scores become weights; -infinity becomes the weight 0. `rescale` becomes the factors by which the earlier
+// sums must be multiplied. If weights are multiplied as bf16, they are rounded before they are summed, so that an output is
+// a mean of values.
+template <typename Product, int kRows>
+SPECDEC_INLINE void soften(SoftenedRows rows, float scale) {
+  const auto score = [&](int r, std::int64_t j) { return load_vector(rows.scores + r * kTile + j) * scale; };
+  Vector highest[kRows];
+  for (int r = 0; r < kRows; ++r) highest[r] = splat(rows.maximum[r]);
+#pragma GCC unroll 16
+  for (std::int64_t j = 0; j < kTile; j += kLanes) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Vector own = score(r, j);
+      highest[r] = own > highest[r] ? own : highest[r];
+    }
+  }
+  float most[kRows];
+  combine_lanes<kRows>(highest, [](auto one, auto other) { return other > one ? other : one; }, most);
+  Vector added[kRows] = {};
+#pragma GCC unroll 16
+  for (std::int64_t j = 0; j < kTile; j += kLanes) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      Vector weights = exp_nonpositive(score(r, j) - most[r]);
+      float* to = rows.scores + r * kTile;
+      if constexpr (Product::kNumbers == 2) {
+        const Words bits = reinterpret_cast<Words>(weights), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        weights = reinterpret_cast<Vector>(rounded << 16);
+        store_as(reinterpret_cast<char*>(to) + 2 * j, __builtin_convertvector(rounded, Halves));
+      } else {
+        store_as(to + j, weights);
+      }
+      added[r] += weights;
+    }
+  }
+  float totals[kRows];
+  combine_lanes<kRows>(added, [](auto one, auto other) { return one + other; }, totals);
+  Vector changes = {};
+  for (int r = 0; r < kRows; ++r) changes[r] = rows.maximum[r] - most[r];
+  const Vector factors = exp_nonpositive(changes);
+  for (int r = 0; r < kRows; ++r) {
+    rows.rescale[r] = factors[r];
+    rows.maximum[r] = most[r];
+    rows.sum[r] = rows.sum[r] * factors[r] + totals[r];
+  }
 }
 
 SPECDEC_INLINE void hide(float* scores, std::uint64_t seen) {
@@ -95,10 +139,21 @@ template <typename Product>
 SPECDEC_INLINE void weigh(const PagedAttentionArgs& args, Scratch& scratch, const Rows& rows, std::int64_t tile,
                           std::int64_t begin, std::int64_t end) {
   const std::int64_t group = args.num_heads / args.num_kv_heads;
-  for (std::int64_t i = begin; i < end; ++i) {
+  const float scale = Product::kNumbers == 2 ? args.scale : 1.0f;  // bf16 queries could not be scaled before the product
+  const auto softened = [&](std::int64_t i) {
+    return SoftenedRows{scratch.scores.data() + i * kTile, &scratch.maximum[i], &scratch.sum[i], &scratch.rescale[i]};
+  };
+  const auto sees_all = [&](std::int64_t i) { return args.softcap == 0 && ~visible(args, rows, i / group, tile) == 0; };
+  for (std::int64_t i = begin; i < end;) {
+    // The first and the last row of a block see all, so those between them do: what is seen begins and ends in order.
+    if (i + kSoftened <= end && sees_all(i) && sees_all(i + kSoftened - 1)) {
+      soften<Product, kSoftened>(softened(i), scale);
+      i += kSoftened;
+      continue;
+    }
     float* row = scratch.scores.data() + i * kTile;
-    if (Product::kNumbers == 2) {  // bf16 queries could not be scaled before the product
-      for (std::int64_t j = 0; j < kTile; ++j) row[j] *= args.scale;
+    if (Product::kNumbers == 2) {
+      for (std::int64_t j = 0; j < kTile; ++j) row[j] *= scale;
     }
     if (args.softcap > 0) {
       for (std::int64_t j = 0; j < kTile; j += kLanes) {
@@ -107,8 +162,13 @@ SPECDEC_INLINE void weigh(const PagedAttentionArgs& args, Scratch& scratch, cons
     }
     const std::uint64_t seen = visible(args, rows, i / group, tile);
     if (~seen) hide(row, seen);
-    scratch.rescale[i] = seen ? soften<Product>(row, scratch.maximum[i], scratch.sum[i]) : 1.0f;
-    if (!seen) std::fill(row, row + kTile, 0.0f);
+    if (seen) {
+      soften<Product, 1>(softened(i), 1.0f);
+    } else {
+      scratch.rescale[i] = 1.0f;
+      std::fill(row, row + kTile, 0.0f);
+    }
+    ++i;
   }
 }
 
