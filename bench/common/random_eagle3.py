@@ -16,11 +16,14 @@ from specdec_fast.drafters.shared.new_drafter import DrafterSize
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import default_taps
 
+# Standard deviation of logits. With it the likeliest child of a node often has most of the probability, as with a
+# trained drafter, so that trees that follow the drafter's confidence are deep.
+_LOGITS_DEVIATION = 5.0
 _LAYERS_OF_DEFAULT_TAPS = 7  # the least number of layers of a target that has default taps
 
 
 def write_random_eagle3(target: PreTrainedModel, num_draft_ids: int, folder: Path) -> None:
-    """Write a checkpoint whose layer has random weights; embedding and output layer are the target's.
+    """Write a checkpoint whose layer has random weights, the target's embedding, and a multiple of its output layer.
 
     Args:
         target: the model that it drafts for; its embeddings are not stored again.
@@ -39,4 +42,7 @@ def write_random_eagle3(target: PreTrainedModel, num_draft_ids: int, folder: Pat
     ids = None if num_draft_ids == config.vocab_size else torch.arange(num_draft_ids, device="cpu")
     torch.manual_seed(SEED)
     module = new_module(target, DrafterSize(tap_layers=taps), num_draft_ids, ids)
+    weight = module.lm_head.weight
+    with torch.no_grad():  # of rows whose numbers have a mean square of 1
+        weight *= _LOGITS_DEVIATION / (weight.float().std() * weight.shape[1] ** 0.5)
     save_drafter(module, folder, target, taps, ids)

@@ -7,11 +7,12 @@ import torch
 from pair_report import walk_rounds
 
 from bench.common.replay import ReplayDrafter
-from specdec_fast import Draft, Drafter, Engine, SamplingParams
+from specdec_fast import Draft, Drafter, Engine, SamplingParams, TreeDrafter
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.ops import resolve
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
+from specdec_fast.trees.parents import depths_of
 from support.models import VOCAB_SIZE, tiny_model, truncated_copy
 from support.recording_drafter import Recording
 
@@ -54,6 +55,40 @@ def test_as_many_tokens_are_right_as_asked(probability):
     deviation = (probability * (1 - probability) / right.numel()) ** 0.5  # of the mean of independent draws
     assert float(right.mean()) == pytest.approx(probability, abs=4 * deviation)
     assert 0 <= int(drafted.min()) <= int(drafted.max()) < 1000
+
+
+class Twos(TreeDrafter):
+    """Proposes binary trees of three levels."""
+
+    name = "twos"
+    max_nodes = 6
+    PARENTS = (-1, 0, 1, 1, 0, -1)  # depths 1, 2, 3, 3, 2, 1
+
+    def propose_trees(self, sequences, limits, node_limits):
+        count = len(sequences)
+        parents = torch.tensor(self.PARENTS * count, dtype=torch.int32)
+        return Draft(torch.full((6 * count,), 7), [6] * count, parents)
+
+
+@pytest.mark.parametrize(("probability", "siblings"), [(1.0, 0.0), (0.7, 0.5), (0.0, 1.0), (0.0, 0.0)])
+def test_a_tree_has_the_tokens_on_one_path(probability, siblings):
+    transcripts = torch.randint(1000, (300, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    drafter = ReplayDrafter(Twos(), transcripts, probability, 1000, CPU, among_siblings=siblings)
+    firsts = seconds = 0
+    for index, transcript in enumerate(transcripts):
+        draft = drafter.propose_trees([sequence(index, [0], transcript[:5])], [3], [6])
+        draft.check([3], [6])
+        tokens = draft.token_ids.tolist()
+        right = [tokens[node] == transcript[5 + depth - 1] for node, depth in enumerate(depths_of(list(Twos.PARENTS)))]
+        assert not (right[0] and right[5])
+        firsts += right[0]
+        seconds += right[5]
+        assert all(right[parent] for node, parent in enumerate(Twos.PARENTS) if right[node] and parent >= 0)
+    share = firsts / len(transcripts)
+    second_share = seconds / len(transcripts)
+    assert share == pytest.approx(probability, abs=4 * (0.25 / len(transcripts)) ** 0.5)
+    expected = (1 - probability) * siblings
+    assert second_share == pytest.approx(expected, abs=4 * (0.25 / len(transcripts)) ** 0.5)
 
 
 def test_draws_belong_to_seed_prompt_and_position():
