@@ -281,8 +281,9 @@ class RaggedModel:
             self.expect_trees()
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
-        hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + sum(s.num_uncomputed for s in sequences))
-        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states, self.vocab_size, unread)
+        plan = StepPlan(
+            sequences, draft_tokens, num_draft_tokens, parents, self.vocab_size, self.empty_hidden_states, unread
+        )
         return self._runner.verify(pool, plan)
 
     def why_no_trees(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,8 +33,8 @@ class StepPlan:
     draft_tokens: Tensor  # [T - B] int64 on the model's device, sequence after sequence
     num_draft_tokens: list[int]  # per sequence
     parents: Tensor | None  # see Draft.parents, on the host; None: chains
-    hidden_states: Tensor | None  # memory for the taps of every row of the forward; None: they are not wanted
     vocab_size: int  # width of the model's logits
+    empty_hidden_states: Callable[[int], Tensor | None]  # memory for the taps of so many rows; see RaggedModel
     # [B] int64 on the model's device: the tokens that the step before has chosen, which the host has not read, so the
     # sequences do not have them yet. None: the rows begin with the last committed tokens.
     unread: Tensor | None = None
@@ -51,6 +51,11 @@ class StepPlan:
             return [Rows(s, s.length, 1) for s in self.sequences]
         drafts = zip(self.sequences, self.num_draft_tokens, strict=True)
         return [Rows(s, s.target_kv_length, s.num_uncomputed + count, count) for s, count in drafts]
+
+    @cached_property
+    def hidden_states(self) -> Tensor | None:
+        """Memory for the taps of every row of the forward; None: they are not wanted."""
+        return self.empty_hidden_states(sum(rows.count for rows in self.rows))
 
     @cached_property
     def counts(self) -> list[int]:
