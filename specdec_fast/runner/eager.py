@@ -28,7 +28,8 @@ class EagerRunner:
     """Runs a model's steps, one forward after the other.
 
     Args:
-        compute: computes a batch, by PyTorch or by a program, with the arguments of ``RaggedModel.forward``.
+        compute: computes a batch, by PyTorch or by a program, in all ranks if this one leads others; it takes the
+            arguments of ``RaggedModel.forward``.
         forward: ``RaggedModel.forward``, through which the forwards of a step pass; it calls ``compute``.
         attached: a context in which several forwards of PyTorch cost less.
         ops: verify, and choose tokens.

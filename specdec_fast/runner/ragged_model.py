@@ -198,12 +198,15 @@ class RaggedModel:
         def forward(*batch: Any) -> Tensor:  # looked up in every call: a caller may have replaced it
             return self.forward(*batch)
 
-        eager = (self._compute, forward, self.attached, self.ops, self.vocab_size)
+        of_steps = (forward, self.attached, self.ops, self.vocab_size)
         if self.program is not None and self.has_fused_step:
-            return CppRunner(self.program, *eager)
-        if self.graphs is None or self.leader is not None:  # other ranks follow forwards, not steps
-            return EagerRunner(*eager)
-        return GraphRunner(self.graphs, self.max_positions, *eager)
+            return CppRunner(self.program, self._compute, *of_steps)
+        runner = EagerRunner(self._compute, *of_steps)
+        if self.graphs is not None:
+            runner = GraphRunner(self.graphs, self.max_positions, self._compute, *of_steps)
+        if self.leader is not None:  # other ranks follow forwards, not steps
+            runner = EagerRunner(partial(self.leader.compute, runner.compute), *of_steps)
+        return runner
 
     def forward(
         self,
@@ -229,18 +232,6 @@ class RaggedModel:
         return self._runner.compute(batch, pool, logit_rows, hidden_states)
 
     def _compute(
-        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
-    ) -> Tensor:
-        if self.leader is not None:
-            return self.leader.compute(self._compute_as_all_ranks, batch, pool, logit_rows, hidden_states)
-        return self._compute_here(batch, pool, logit_rows, hidden_states)
-
-    def _compute_as_all_ranks(self, *batch: Any) -> Tensor:
-        """Compute by a graph if there is one: the other ranks, which get the same batches, have recorded theirs too."""
-        logits = None if self.graphs is None else self.graphs.forward(*batch)
-        return self._compute_here(*batch) if logits is None else logits
-
-    def _compute_here(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
     ) -> Tensor:
         if self.program is not None:
@@ -379,7 +370,7 @@ class RaggedModel:
     def _use_graphs(self, limits: Limits, capture: Capture) -> None:
         choices = choices_of(self.ops, self.vocab_size)
         why = "its indexers wait for the device" if self.layout.indexers else None
-        self.use_these_graphs(Graphs(self.model, self._compute_here, capture, limits, choices, why, self.is_sharded))
+        self.use_these_graphs(Graphs(self.model, self._compute, capture, limits, choices, why, self.is_sharded))
 
     def use_these_graphs(self, graphs: Graphs | None) -> None:
         """From now on replay these graphs; None: none."""
