@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
 from specdec_fast.device_copy import to_device
@@ -25,6 +26,18 @@ from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """The chains that a model drafts in one step by its own choice: one for each of ``B`` sequences."""
+
+    rows: list[Rows]  # of the first forward, one span per sequence; their owners are the sequences
+    token_ids: list[int]  # of these rows, in the model's own ids
+    num_draft_tokens: list[int]  # per sequence, at least 1
+    num_choosable: int  # ids below it may be chosen
+    # the model's ids and the target's, if they differ: joint ones are chosen. None: the target has the model's ids.
+    joint: JointIds | None = None
 
 
 # What a forward of ``draft_chains`` returns: logits ``[N, V]``, and the tokens and carried states of the same rows.

@@ -10,14 +10,13 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.joint_ids import JointIds
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import lay_out, row_layout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages, widened
+from specdec_fast.runner.drafting import DraftPlan, chosen_tokens, draft_on_pages, widened
 from specdec_fast.runner.processed_rows import processed_logits
 from specdec_fast.runner.verification import StepPlan, Verification
 
@@ -92,30 +91,18 @@ class EagerRunner:
         seconds = (computed - started, perf_counter() - computed)
         return Verification(plan.counts, logits, results, *seconds, hidden_states, of_prompts, failures)
 
-    def draft(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        token_ids: list[int],
-        num_draft_tokens: list[int],
-        vocab_size: int,
-        joint: JointIds | None = None,
-    ) -> Tensor:
+    def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
         """Draft a chain for each sequence by the model's own choice.
 
         Args:
             pool: the model's pages, with enough free ones for all positions of the step.
-            rows: of the first forward, one span per sequence.
-            token_ids: of those rows.
-            num_draft_tokens: number of tokens to draft per sequence, at least 1.
-            vocab_size: the model chooses ids below it.
-            joint: its ids and the target's, if they differ: it takes its own, as ``token_ids`` are, and chooses joint
-                ones. None: its ids are the target's.
+            plan: the chains.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
 
         """
+        joint = plan.joint
 
         def forward(batch: RaggedBatch, carried: None, wanted: Tensor | None) -> tuple[Tensor, None]:
             if joint is None:
@@ -124,13 +111,13 @@ class EagerRunner:
             return widened(self._forward(batch, pool, wanted, None), joint.joint_ids, joint.num_ids), None
 
         def choose(logits: Tensor, tokens: Tensor, sampling: Sampling | None) -> Tensor:
-            return chosen_tokens(self._ops, logits, vocab_size, sampling, tokens)
+            return chosen_tokens(self._ops, logits, plan.num_choosable, sampling, tokens)
 
-        first = to_device(token_ids, pool.layout.device)
+        first = to_device(plan.token_ids, pool.layout.device)
         if joint is not None:
             first = joint.joint_ids[first]
         with self._attached():
-            return draft_on_pages(pool, rows, first, None, num_draft_tokens, forward, choose)
+            return draft_on_pages(pool, plan.rows, first, None, plan.num_draft_tokens, forward, choose)
 
 
 def _interleaved(plan: StepPlan, vocab_size: int) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
 from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
@@ -37,7 +36,7 @@ from specdec_fast.ranks.exchange import Ranks
 from specdec_fast.ranks.messages import UseGraphs, UseTaps
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.cpp import CppRunner
-from specdec_fast.runner.drafting import choices_of
+from specdec_fast.runner.drafting import DraftPlan, choices_of
 from specdec_fast.runner.eager import EagerRunner
 from specdec_fast.runner.graph import GraphRunner
 from specdec_fast.runner.graphs.buckets import Limits
@@ -335,32 +334,11 @@ class RaggedModel:
         token_ids = [
             min(token, largest) for s, start in zip(sequences, kv_lengths, strict=True) for token in s.token_ids[start:]
         ]
-        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, vocab_size)
+        return self.draft(pool, DraftPlan(rows, token_ids, num_draft_tokens, vocab_size))
 
-    def draft_behind(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        token_ids: list[int],
-        num_draft_tokens: list[int],
-        num_choosable: int,
-        joint: JointIds,
-    ) -> Tensor:
-        """Continue texts that are given in this model's own ids; see ``draft_step``.
-
-        Args:
-            pool: this model's pages, with enough free ones for all positions of the step.
-            rows: the rows of the first forward, one span per sequence.
-            token_ids: of those rows, in this model's ids.
-            num_draft_tokens: number of tokens to draft per sequence, at least 1.
-            num_choosable: the model chooses joint ids below it.
-            joint: its ids and the target's.
-
-        Returns:
-            ``[sum(num_draft_tokens)]`` int64 joint ids, sequence after sequence.
-
-        """
-        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, num_choosable, joint)
+    def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
+        """Draft as ``draft_step`` does, behind rows that need not be tokens of the target; see ``DraftPlan``."""
+        return self._runner.draft(pool, plan)
 
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
