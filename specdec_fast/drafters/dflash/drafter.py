@@ -79,10 +79,8 @@ class DFlashDrafter(TappedDrafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         most = self.model.config.most_draft_tokens
-        counts = [min(n, most) if self._is_complete(s) else 0 for s, n in zip(sequences, limits, strict=True)]
+        counts = [min(limit, most) for limit in limits]
         drafting = {sequence: count for sequence, count in zip(sequences, counts, strict=True) if count}
-        if not drafting:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), counts)
         self._catch_up(list(drafting))
         tokens, scores = self._chains(list(drafting), list(drafting.values()))
         return Draft(tokens, counts, scores=scores)
