@@ -127,8 +127,9 @@ class EngineCore:
         if config.memory_bytes is not None:  # for which the budget has memory
             self._most_rows = config.max_prefill_tokens
             most_logit_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
-        limits = (config.max_prefill_tokens, self._row_limit, most_logit_rows)
-        self._prefilling = Prefilling(target, drafter, self.prefixes, *limits)
+        self._prefilling = Prefilling(
+            target, drafter, self.prefixes, config.max_prefill_tokens, self._row_limit, most_logit_rows
+        )
         self._residents = Residents(self._pools, self.prefixes, self._prefilling, scheduler, drafter, config, max_nodes)
         self.waiting = self._residents.waiting
         self.resident = self._residents.resident
@@ -348,13 +349,12 @@ class EngineCore:
             if forced is not None:
                 draft, depths = completed(draft, batch, limits, forced)
         drafted = perf_counter()
-        drafts = (draft.token_ids, draft.num_draft_tokens, draft.parents)
         pool = self._pools.pool()
         with timer("prefill"):
             prompts = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
         stage = "prefill" if prompts else "verify"
         with timer(stage):
-            verification = self.target.verify_step(pool, batch, *drafts)
+            verification = self.target.verify_step(pool, batch, draft.token_ids, draft.num_draft_tokens, draft.parents)
         timer.move(verification.accept_seconds, stage, "accept")
         may_branch = node_limits != limits
         return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompts)

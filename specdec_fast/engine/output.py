@@ -94,13 +94,19 @@ class ChunkMaker:
         else:
             text = None if self._detokenizer is None else _text(sequence, self._detokenizer, tokens, is_last)
         stop = start + len(tokens)
-        logprobs = None if sequence.logprobs is None else sequence.logprobs[start:stop]
-        top_logprobs = None if sequence.top_logprobs is None else sequence.top_logprobs[start:stop]
-        reason, error = (sequence.finish_reason, sequence.error) if is_last else (None, None)
         of_prompt = {} if self._has_begun else _prompt_scores(sequence)
         self._has_begun = True
-        outcome = (reason, error, logprobs, sequence.choice, top_logprobs)
-        return StreamChunk(sequence.index, tokens, text, *outcome, **of_prompt)
+        return StreamChunk(
+            index=sequence.index,
+            token_ids=tokens,
+            text=text,
+            finish_reason=sequence.finish_reason if is_last else None,
+            error=sequence.error if is_last else None,
+            logprobs=None if sequence.logprobs is None else sequence.logprobs[start:stop],
+            choice=sequence.choice,
+            top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[start:stop],
+            **of_prompt,
+        )
 
 
 def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Generator[StreamChunk, None, None]:

@@ -60,15 +60,23 @@ class Step:
         verify_seconds = self.verification.forward_seconds
         other_seconds = perf_counter() - (last_finished or self.started) - draft_seconds - verify_seconds
         num_accepted = [len(emission) - 1 for emission in outcome.emissions]
-        counts = (self.limits, self.depths, num_accepted)
-        seconds = (draft_seconds, verify_seconds, other_seconds)
-        batch = list(self.batch)  # the policy may change it
         scores = self.draft.scores_by_sequence()
-        if scores is None:
-            return StepObservation(batch, *counts, *seconds, self.may_branch)
-        paths = outcome.paths or [list(range(1, count + 1)) for count in num_accepted]
-        accepted = [[row - 1 for row in path] for path in paths]
-        return StepObservation(batch, *counts, *seconds, self.may_branch, scores, accepted)
+        accepted_nodes = None
+        if scores is not None:
+            paths = outcome.paths or [list(range(1, count + 1)) for count in num_accepted]
+            accepted_nodes = [[row - 1 for row in path] for path in paths]
+        return StepObservation(
+            batch=list(self.batch),  # the policy may change it
+            limits=self.limits,
+            num_draft_tokens=self.depths,
+            num_accepted=num_accepted,
+            draft_seconds=draft_seconds,
+            verify_seconds=verify_seconds,
+            other_seconds=other_seconds,
+            may_branch=self.may_branch,
+            scores=scores,
+            accepted_nodes=accepted_nodes,
+        )
 
 
 def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:

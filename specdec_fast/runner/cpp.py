@@ -42,10 +42,15 @@ class CppRunner(EagerRunner):
         logits, emissions, paths, accept_seconds = self._program.verify(
             spans, plan.last_tokens, plan.draft_tokens, plan.sampling(), plan.hidden_states
         )
-        forward_seconds = self._program.seconds - before
-        outcome = Outcome(emissions, paths)
-        seconds = (forward_seconds, accept_seconds)
-        return Verification(plan.counts, logits, outcome, *seconds, plan.hidden_states, failures=plan.failures)
+        return Verification(
+            counts=plan.counts,
+            logits=logits,
+            results=Outcome(emissions, paths),
+            forward_seconds=self._program.seconds - before,
+            accept_seconds=accept_seconds,
+            hidden_states=plan.hidden_states,
+            failures=plan.failures,
+        )
 
     def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
         sequences = owners(plan.rows)

@@ -88,8 +88,16 @@ class EagerRunner:
         if rows is not None and hidden_states is not None:
             of_prompts = hidden_states[rows.prompts]
             hidden_states = hidden_states[rows.verified]
-        seconds = (computed - started, perf_counter() - computed)
-        return Verification(plan.counts, logits, results, *seconds, hidden_states, of_prompts, failures)
+        return Verification(
+            counts=plan.counts,
+            logits=logits,
+            results=results,
+            forward_seconds=computed - started,
+            accept_seconds=perf_counter() - computed,
+            hidden_states=hidden_states,
+            prompt_hidden_states=of_prompts,
+            failures=failures,
+        )
 
     def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
         """Draft a chain for each sequence by the model's own choice.

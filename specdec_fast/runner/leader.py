@@ -87,9 +87,15 @@ class Leader(PoolCopies):
 
     def allocate(self, pool: PagePool) -> None:
         number = next(self._next_number)
-        layout = pool.layout
-        of_states = (bool(layout.states), layout.most_draft_tokens)
-        self._send(MakePool(number, pool.num_tokens, pool.page_size, pool.row_padding, *of_states))
+        message = MakePool(
+            pool=number,
+            num_tokens=pool.num_tokens,
+            page_size=pool.page_size,
+            row_padding=pool.row_padding,
+            has_states=bool(pool.layout.states),
+            most_draft_tokens=pool.layout.most_draft_tokens,
+        )
+        self._send(message)
         for rank, failure in enumerate(self.workers.answers(), start=1):
             if failure is not None:
                 self._dropped.append(number)

@@ -123,8 +123,9 @@ class RaggedModel:
             if not self.has_program:
                 self.check_logits(probe, logits)
             with self.hf.hooked():
-                asked = (self.hf.call, self.layout, self.hf.make_cache, page_size)
-                model_checks.check_ignores_answers(type(model).__name__, *asked)
+                model_checks.check_ignores_answers(
+                    type(model).__name__, self.hf.call, self.layout, self.hf.make_cache, page_size
+                )
 
     @property
     def name(self) -> str:
@@ -411,9 +412,10 @@ class RaggedModel:
         assert self._executor is not None
         hf = self.hf
         tapped = None if hf.taps is None else hf.taps.collected
-        forward = (self.model, hf.call, self.layout, self.ops, hf.rules, tapped, self.max_positions)
         with hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
-            plan = compile_forward(*forward, cache_class=hf.cache_class)
+            plan = compile_forward(
+                self.model, hf.call, self.layout, self.ops, hf.rules, tapped, self.max_positions, hf.cache_class
+            )
         self.use_programs(*self._executor(plan))
         self._watch = Watch(self.model, plan.baked)
 
