@@ -84,7 +84,7 @@ class PagedCache(NoStates, Cache):
         self.real_rows = {count + pool.row_padding.padding(count): count for count in counts}
         self._attention_batch = batch.row_by_row() if pool.row_padding.attend_per_row else batch
         # The pool made the layout, so only the model's tensors need checks, and `attend` makes them.
-        self.ops = ops.unchecked or ops
+        self.ops = ops.without_checks
         self.rules = rules
         # [T + padding] int64: a row's position minus its number in the forward, so that their sum is its position
         self.length_of_each_row: Tensor | None = None

@@ -198,13 +198,13 @@ def chosen_tokens(
         token_ids = logits.new_zeros(len(logits), dtype=torch.int64)
     if cu_seqlens is None:  # not cached: a cached tensor might be freed before a graph that reads it is replayed
         cu_seqlens = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-    tokens = (ops.unchecked or ops).verify_chain(logits, token_ids, cu_seqlens, sampling)[0]
+    tokens = ops.without_checks.verify_chain(logits, token_ids, cu_seqlens, sampling)[0]
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
 
 
 def choices_of(ops: Ops, vocab_size: int) -> Choices:
     """Return how the graphs of a model with so many ids choose tokens."""
-    return Choices(partial(chosen_tokens, ops), (ops.unchecked or ops).verify_chain, vocab_size)
+    return Choices(partial(chosen_tokens, ops), ops.without_checks.verify_chain, vocab_size)
 
 
 def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:

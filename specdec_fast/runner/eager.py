@@ -80,7 +80,7 @@ class EagerRunner:
         if plan.has_processors:
             chosen_from, of_processors = processed_logits(plan, logits)
             failures = failures | of_processors
-        verify_chain = (self._ops.unchecked or self._ops).verify_chain
+        verify_chain = self._ops.without_checks.verify_chain
         cu_seqlens = row_layout(tuple(plan.counts), device).cu_seqlens
         results = verify_chain(chosen_from, token_ids, cu_seqlens, sampling, above)
         hidden_states = plan.hidden_states

@@ -53,7 +53,7 @@ class MedusaDrafter(HeadsDrafter):
         self._target_ids = _checked_ids(weights, target, folder)
         self._heads = tuple(_placed(head, target) for head in weights.heads)
         self._ops = target.ops
-        self._unchecked = target.ops.unchecked or target.ops
+        self._unchecked = target.ops.without_checks
         self._vocab_size = target.vocab_size
         self._hidden_size = target.hf.config.hidden_size
         self._device = context.device

@@ -61,7 +61,7 @@ def simulated(tmp_path, model, target, mtp_case):
             own_model, expected = case.target, case.drafted
         if append is not None:
             own_target = RaggedModel(own_model, own_target.ops, enforce_eager=True)
-            unchecked = own_target.ops.unchecked or own_target.ops
+            unchecked = own_target.ops.without_checks
             own_target.ops = replace(own_target.ops, unchecked=unchecked.replaced(append_kv_=append(unchecked)))
         context = DrafterContext(own_target, EngineConfig(**config))
         drafter = make_drafter(f"{kind}:{folder}", own_target, context.config, own_target.ops, None)
