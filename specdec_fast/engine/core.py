@@ -22,7 +22,6 @@ from specdec_fast.engine.following import can_be_followed
 from specdec_fast.engine.forced_drafts import (
     completed,
     forced_tokens,
-    have_grammars,
     limits_of_drafter,
     limits_with_forced,
 )
@@ -47,6 +46,7 @@ from specdec_fast.errors import EngineBusyError, KVCacheAllocationError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
+from specdec_fast.runner.mask_rows import masks_read_tokens
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import Scheduler
 from specdec_fast.speculation_length import LengthPolicy
@@ -340,7 +340,7 @@ class EngineCore:
         timer = self.stats.timer
         started = perf_counter()
         self._row_limit.num_rows = sum(s.num_uncomputed for s in batch) + sum(node_limits)
-        forced = forced_tokens(batch, limits) if self.drafts_forced and have_grammars(batch) else None
+        forced = forced_tokens(batch, limits) if self.drafts_forced and masks_read_tokens(batch) else None
         asked = limits if forced is None else limits_of_drafter(limits, forced)
         admit_new(self.drafter, batch, asked, timer, self._prefilling.is_tapped)
         with timer("draft"):

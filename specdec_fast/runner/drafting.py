@@ -21,7 +21,7 @@ from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.token_masks import UNREAD, num_words
 from specdec_fast.runner.graphs.phases import Choices
-from specdec_fast.runner.mask_rows import read_by_masks, rows_for_drafts
+from specdec_fast.runner.mask_rows import masks_read_tokens, rows_for_drafts
 from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
@@ -97,7 +97,7 @@ class DraftPaths:
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self._sequences = sequences
-        self._reads = read_by_masks(sequences)
+        self._reads = masks_read_tokens(sequences)
         self._paths: list[list[int]] | None = None
         if any(sequence.masks is not None for sequence in sequences):
             self._paths = [[] for _ in sequences]

@@ -17,7 +17,7 @@ from specdec_fast.batch.sampling_batch import Sampling, sampling_columns, sampli
 from specdec_fast.device_copy import HostCopy, Joined, all_to_device, to_host
 from specdec_fast.errors import RequestError
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.mask_rows import MaskRows, mask_rows, read_by_masks
+from specdec_fast.runner.mask_rows import MaskRows, mask_rows, masks_read_tokens
 from specdec_fast.trees.rows import TreeRows, rows_of_trees
 
 
@@ -101,13 +101,13 @@ class StepPlan:
     @cached_property
     def masks(self) -> MaskRows | None:
         """The bitmask of every row; None if no sequence has one. Draft tokens that a mask reads come to the host."""
-        drafted = self.drafted if read_by_masks(self.sequences) else None
+        drafted = self.drafted if masks_read_tokens(self.sequences) else None
         parents = None if self.parents is None else self.parents.tolist()
         return mask_rows(self.sequences, drafted, self.num_draft_tokens, parents, self.vocab_size)
 
     def read_drafts(self) -> None:
         """Bring the draft tokens to the host now, if masks will read them: later that would wait for the forward."""
-        if read_by_masks(self.sequences):
+        if masks_read_tokens(self.sequences):
             self.drafted  # noqa: B018 - it is kept
 
     @cached_property

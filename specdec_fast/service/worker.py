@@ -164,16 +164,17 @@ class Worker:
         taken = []
         now = monotonic()
         with self._lock:
+            served = self._served
             for output in outputs:
                 is_last = output.finish_reason is not None
-                served = self._served
                 request = served.pop(output.request, None) if is_last else served.get(output.request)
-                if request is not None:
-                    taken.append((request, output))
-                    if request.first_token_at is None and output.token_ids:
-                        request.first_token_at = now
-                    if is_last:
-                        self._ended.add(output.request)
+                if request is None:
+                    continue
+                taken.append((request, output))
+                if request.first_token_at is None and output.token_ids:
+                    request.first_token_at = now
+                if is_last:
+                    self._ended.add(output.request)
         return taken
 
     def _record(self, request: ServedRequest, finish_reason: str) -> None:
