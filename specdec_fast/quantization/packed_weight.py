@@ -178,9 +178,16 @@ def pack(
     words = lanes.permute(0, 2, 3, 1).contiguous()
     packed_table = None if table is None else table.to(torch.float32).contiguous()
     return PackedWeight(
-        words, _by_panel(scales, panels), None if mins is None else _by_panel(mins, panels), packed_table,
-        in_features, out_features, group_size, kind, rounds_rows,
-    )  # fmt: skip
+        codes=words,
+        scales=_by_panel(scales, panels),
+        mins=None if mins is None else _by_panel(mins, panels),
+        table=packed_table,
+        in_features=in_features,
+        out_features=out_features,
+        group_size=group_size,
+        kind=kind,
+        rounds_rows=rounds_rows,
+    )
 
 
 def with_super_scales(weight: PackedWeight, super_scales: Tensor, super_mins: Tensor | None) -> PackedWeight:

@@ -49,7 +49,14 @@ class GraphRunner(EagerRunner):
             take_back(pool, layout)
             return super().verify(pool, plan)
         logits, results = found
-        return Verification(plan.counts, logits, results, perf_counter() - started, 0.0, plan.hidden_states)
+        return Verification(
+            counts=plan.counts,
+            logits=logits,
+            results=results,
+            forward_seconds=perf_counter() - started,
+            accept_seconds=0.0,
+            hidden_states=plan.hidden_states,
+        )
 
     def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
         # A sequence that gets fewer tokens than others, as at the end of its text, has as many forwards. Those that it

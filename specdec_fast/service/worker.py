@@ -127,13 +127,13 @@ class Worker:
         kv_usage = 0.0 if pool is None else 1 - pool.num_free_pages / pool.num_pages
         num_waiting = max(0, len(self._live) - num_running)
         return ServiceStats(
-            num_running,
-            num_waiting,
-            kv_usage,
-            totals.num_prompt_tokens,
-            totals.num_cached_tokens,
-            totals.num_preemptions,
-            totals.decoding,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_usage=kv_usage,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_cached_tokens=totals.num_cached_tokens,
+            num_preemptions=totals.num_preemptions,
+            decoding=totals.decoding,
         )
 
     def close(self) -> None:
