@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import ForwardProgram, TokenChoice
 from specdec_fast.runner.drafting import DraftPlan
-from specdec_fast.runner.eager import EagerRunner
+from specdec_fast.runner.eager import EagerRunner, ModelParts
 from specdec_fast.runner.verification import Outcome, StepPlan, Verification, owners
 
 
@@ -22,13 +21,13 @@ class CppRunner(EagerRunner):
     logits are computed forward by forward.
 
     Args:
+        model: for what a call does not do.
         program: computes forwards, drafts and verifications.
-        *eager: the arguments of ``EagerRunner``, for what a call does not do.
 
     """
 
-    def __init__(self, program: ForwardProgram, *eager: Any) -> None:
-        super().__init__(*eager)
+    def __init__(self, model: ModelParts, program: ForwardProgram) -> None:
+        super().__init__(model)
         self._program = program
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
@@ -61,7 +60,7 @@ class CppRunner(EagerRunner):
         choice = TokenChoice(plan.num_choosable, sampling)
         if (joint := plan.joint) is not None:
             choice = TokenChoice(
-                self._vocab_size,
+                self._model.vocab_size,
                 sampling,
                 target_ids=joint.joint_ids,
                 num_target_ids=joint.num_ids,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -23,38 +23,28 @@ from specdec_fast.runner.verification import StepPlan, Verification
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """What a runner takes of its model. Forwards have the arguments of ``RaggedModel.forward``."""
+
+    compute: Forward  # computes a batch, by PyTorch or by a program, in all ranks if this one leads others
+    forward: Forward  # ``RaggedModel.forward``, through which the forwards of a step pass; the runner computes them
+    attached: Callable[[], AbstractContextManager[None]]  # a context in which several forwards of PyTorch cost less
+    ops: Ops  # verify, and choose tokens
+    vocab_size: int  # width of the logits
+
+
 class EagerRunner:
-    """Runs a model's steps, one forward after the other.
+    """Runs a model's steps, one forward after the other."""
 
-    Args:
-        compute: computes a batch, by PyTorch or by a program, in all ranks if this one leads others; it takes the
-            arguments of ``RaggedModel.forward``.
-        forward: ``RaggedModel.forward``, through which the forwards of a step pass; it calls ``compute``.
-        attached: a context in which several forwards of PyTorch cost less.
-        ops: verify, and choose tokens.
-        vocab_size: width of the model's logits.
-
-    """
-
-    def __init__(
-        self,
-        compute: Forward,
-        forward: Forward,
-        attached: Callable[[], AbstractContextManager[None]],
-        ops: Ops,
-        vocab_size: int,
-    ) -> None:
-        self._compute = compute
-        self._forward = forward
-        self._attached = attached
-        self._ops = ops
-        self._vocab_size = vocab_size
+    def __init__(self, model: ModelParts) -> None:
+        self._model = model
 
     def compute(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
     ) -> Tensor:
         """Compute the batch's rows; see ``RaggedModel.forward``."""
-        return self._compute(batch, pool, logit_rows, hidden_states)
+        return self._model.compute(batch, pool, logit_rows, hidden_states)
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
         """Compute logits at every sequence's last committed token and its draft tokens, and verify the draft tokens.
@@ -67,11 +57,11 @@ class EagerRunner:
         trees = plan.trees
         device = plan.draft_tokens.device
         plan.read_drafts()
-        token_ids = _interleaved(plan, self._vocab_size)
+        token_ids = _interleaved(plan, self._model.vocab_size)
         rows = plan.forward_rows(token_ids) if plan.has_prompts else None
         batch = lay_out(pool, plan.rows, token_ids if rows is None else rows.token_ids, trees=trees)
         started = perf_counter()
-        logits = self._forward(batch, pool, None if rows is None else rows.verified, plan.hidden_states)
+        logits = self._model.forward(batch, pool, None if rows is None else rows.verified, plan.hidden_states)
         computed = perf_counter()
         sampling = plan.sampling()  # masks are made while a device computes the forward
         above = None if trees is None else to_device(trees.parents, device)
@@ -80,7 +70,7 @@ class EagerRunner:
         if plan.has_processors:
             chosen_from, of_processors = processed_logits(plan, logits)
             failures = failures | of_processors
-        verify_chain = self._ops.without_checks.verify_chain
+        verify_chain = self._model.ops.without_checks.verify_chain
         cu_seqlens = row_layout(tuple(plan.counts), device).cu_seqlens
         results = verify_chain(chosen_from, token_ids, cu_seqlens, sampling, above)
         hidden_states = plan.hidden_states
@@ -114,17 +104,18 @@ class EagerRunner:
 
         def forward(batch: RaggedBatch, carried: None, wanted: Tensor | None) -> tuple[Tensor, None]:
             if joint is None:
-                return self._forward(batch, pool, wanted, None), None
+                return self._model.forward(batch, pool, wanted, None), None
             batch = replace(batch, token_ids=joint.draft_ids[batch.token_ids])
-            return widened(self._forward(batch, pool, wanted, None), joint.joint_ids, joint.num_ids), None
+            logits = self._model.forward(batch, pool, wanted, None)
+            return widened(logits, joint.joint_ids, joint.num_ids), None
 
         def choose(logits: Tensor, tokens: Tensor, sampling: Sampling | None) -> Tensor:
-            return chosen_tokens(self._ops, logits, plan.num_choosable, sampling, tokens)
+            return chosen_tokens(self._model.ops, logits, plan.num_choosable, sampling, tokens)
 
         first = to_device(plan.token_ids, pool.layout.device)
         if joint is not None:
             first = joint.joint_ids[first]
-        with self._attached():
+        with self._model.attached():
             return draft_on_pages(pool, plan.rows, first, None, plan.num_draft_tokens, forward, choose)
 
 

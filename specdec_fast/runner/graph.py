@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.kv_cache.forward_layout import lay_out_on_host, take_back
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.runner.drafting import DraftPlan, first_tokens, laid_out_loop
-from specdec_fast.runner.eager import EagerRunner
+from specdec_fast.runner.eager import EagerRunner, ModelParts
 from specdec_fast.runner.graphs.graphs import Graphs
 from specdec_fast.runner.verification import StepPlan, Verification
 
@@ -20,14 +19,14 @@ class GraphRunner(EagerRunner):
     """Runs a model's steps by graphs.
 
     Args:
+        model: for what has no graph.
         graphs: of the model.
         max_positions: number of positions that the model can serve; None: any number.
-        *eager: the arguments of ``EagerRunner``, for what has no graph.
 
     """
 
-    def __init__(self, graphs: Graphs, max_positions: int | None, *eager: Any) -> None:
-        super().__init__(*eager)
+    def __init__(self, model: ModelParts, graphs: Graphs, max_positions: int | None) -> None:
+        super().__init__(model)
         self._graphs = graphs
         self._max_positions = max_positions
 

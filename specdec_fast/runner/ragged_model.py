@@ -37,7 +37,7 @@ from specdec_fast.ranks.messages import UseGraphs, UseTaps
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.cpp import CppRunner
 from specdec_fast.runner.drafting import DraftPlan, choices_of
-from specdec_fast.runner.eager import EagerRunner
+from specdec_fast.runner.eager import EagerRunner, ModelParts
 from specdec_fast.runner.graph import GraphRunner
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import Capture, capture_for
@@ -198,14 +198,14 @@ class RaggedModel:
         def forward(*batch: Any) -> Tensor:  # looked up in every call: a caller may have replaced it
             return self.forward(*batch)
 
-        of_steps = (forward, self.attached, self.ops, self.vocab_size)
+        parts = ModelParts(self._compute, forward, self.attached, self.ops, self.vocab_size)
         if self.program is not None and self.has_fused_step:
-            return CppRunner(self.program, self._compute, *of_steps)
-        runner = EagerRunner(self._compute, *of_steps)
+            return CppRunner(parts, self.program)
+        runner = EagerRunner(parts)
         if self.graphs is not None:
-            runner = GraphRunner(self.graphs, self.max_positions, self._compute, *of_steps)
+            runner = GraphRunner(parts, self.graphs, self.max_positions)
         if self.leader is not None:  # other ranks follow forwards, not steps
-            runner = EagerRunner(partial(self.leader.compute, runner.compute), *of_steps)
+            runner = EagerRunner(replace(parts, compute=partial(self.leader.compute, runner.compute)))
         return runner
 
     def forward(
