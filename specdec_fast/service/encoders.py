@@ -55,8 +55,8 @@ class UnreadPrompt:
 class Encoders:
     """Threads: one encodes short prompts only, so a short one never waits for one that takes seconds.
 
-    One takes long prompts, and as many as grammars can be compiled at once take requests that need one.
-    Both use the same tokenizer. Tokenizers in Rust encode in several threads at once, and Engine's callers do so, too.
+    One takes long prompts, and as many as grammars can be compiled at once take requests that need one. All use the
+    same tokenizer. Tokenizers in Rust encode in several threads at once, and Engine's callers do so, too.
     """
 
     def __init__(self) -> None:

@@ -41,8 +41,8 @@ class ChainModel(LearnedModel, Protocol):
 class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
-    On a CPU one call of a program drafts a whole step, if no sequence edits logits. On a GPU the step is
-    one graph if, besides, some sequence gets K tokens.
+    On a CPU one call of a program drafts a whole step, if no sequence edits logits. On a GPU the step is one graph if,
+    besides, some sequence gets K tokens.
 
     Attributes:
         rows: computes rows, without waiting for the device.
