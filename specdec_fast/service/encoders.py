@@ -76,7 +76,9 @@ class Encoders:
         self, function: Callable[..., _Result], *args: Any, size: int = 0, compiles: bool = False
     ) -> Future[_Result]:
         """Call a function soon, in the thread for prompts of this size. Raises EngineClosedError after ``close``."""
-        executor = self._compiling if compiles else self._short if size <= SHORT else self._long
+        executor = self._short if size <= SHORT else self._long
+        if compiles:
+            executor = self._compiling
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError(CLOSED)

@@ -224,8 +224,12 @@ class Worker:
             late = []
             to_come = [float("inf")]
             for request in self._served.values():
-                if request.deadline is not None and request.error is None:
-                    late.append(request) if request.deadline <= now else to_come.append(request.deadline)
+                if request.deadline is None or request.error is not None:
+                    continue
+                if request.deadline <= now:
+                    late.append(request)
+                else:
+                    to_come.append(request.deadline)
             self._next_deadline = min(to_come)
         if late:
             self.end(late, DeadlineExceededError("the request has not ended within its timeout; its tokens are kept."))

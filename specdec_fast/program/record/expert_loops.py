@@ -262,7 +262,11 @@ def _is_same(one: Instruction, first: _Visit, other: Instruction, visit: _Visit,
 
 def _key(operand: Operand, visit: _Visit) -> tuple[Any, ...]:
     source = operand.source
-    known = None if isinstance(source, Tensor) else _relative(source, visit) if isinstance(source, int) else source
+    known: int | float | None = None
+    if isinstance(source, int):
+        known = _relative(source, visit)
+    elif not isinstance(source, Tensor):
+        known = source
     return (type(source), known, operand.dtype, operand.offset, operand.strides, operand.length)
 
 
