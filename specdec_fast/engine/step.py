@@ -162,11 +162,12 @@ def propose(
     shown = [i for i, sequence in enumerate(batch) if may_draft(sequence)]
     if len(shown) == len(batch):
         return _checked_draft(drafter, policy, batch, limits, node_limits)
-    own = ([values[i] for i in shown] for values in (batch, limits, node_limits))
-    draft, own_depths = _checked_draft(drafter, policy, *own)  # type: ignore[arg-type]
+    draft, depths_of_shown = _checked_draft(
+        drafter, policy, [batch[i] for i in shown], [limits[i] for i in shown], [node_limits[i] for i in shown]
+    )
     counts = [0] * len(batch)
     depths = [0] * len(batch)
-    for i, count, depth in zip(shown, draft.num_draft_tokens, own_depths, strict=True):
+    for i, count, depth in zip(shown, draft.num_draft_tokens, depths_of_shown, strict=True):
         counts[i] = count
         depths[i] = depth
     return replace(draft, num_draft_tokens=counts), depths
