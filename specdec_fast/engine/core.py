@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
-from specdec_fast.engine.following import can_be_followed
+from specdec_fast.engine.following import knows_next_rows
 from specdec_fast.engine.forced_drafts import (
     completed,
     forced_tokens,
@@ -351,13 +351,13 @@ class EngineCore:
         drafted = perf_counter()
         pool = self._pools.pool()
         with timer("prefill"):
-            prompts = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
-        stage = "prefill" if prompts else "verify"
+            prompt_rows = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
+        stage = "prefill" if prompt_rows else "verify"
         with timer(stage):
             verification = self.target.verify_step(pool, batch, draft.token_ids, draft.num_draft_tokens, draft.parents)
         timer.move(verification.accept_seconds, stage, "accept")
         may_branch = node_limits != limits
-        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompts)
+        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompt_rows)
 
     def _end_prefilled(self, chunk: Iterable[Sequence]) -> None:
         """Let the sequences of a chunk that end with their prompts leave, and those whose scores failed."""
@@ -412,7 +412,7 @@ class EngineCore:
         """Return whether the next step is one of the same sequences, all decoded plainly, and pages are free for it."""
         if self.length_policy.max_draft_tokens or self._row_limit.most is not None or self._prefilling.sequences:
             return False
-        if len(step.batch) < len(self.resident) or not can_be_followed(step, self._requests):
+        if len(step.batch) < len(self.resident) or not knows_next_rows(step, self._requests):
             return False
         may_grow = self.waiting and not self._pools.is_sized
         if may_grow or self._residents.may_admit() or not self._residents.have_room(step.batch, ahead=1):
@@ -474,7 +474,7 @@ class EngineCore:
                 scores = emission_scores(batch, rows, outcome.emissions, verification.logits)
                 self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
                 if verification.prompt_hidden_states is not None:
-                    self._prefilling.observe(step.prompts, verification.prompt_hidden_states)
+                    self._prefilling.observe(step.prompt_rows, verification.prompt_hidden_states)
         except Exception as error:
             self._prepare_retry(error)
             return []
@@ -485,7 +485,7 @@ class EngineCore:
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
         # Rows of prompts take time too; or the policy has forgotten a sequence that has left.
-        if not step.prompts and len(emitted) == len(batch):
+        if not step.prompt_rows and len(emitted) == len(batch):
             self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
         self.stats.add_step(len(emitted), bool(lost))

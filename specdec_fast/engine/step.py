@@ -44,12 +44,12 @@ class Step:
     started: float  # when drafting began, with the drafter's prefill of new sequences, by ``perf_counter``
     drafted: float  # when it ended
     may_branch: bool  # whether a tree might have more nodes than a chain has tokens
-    prompts: list[Rows]  # the rows of its forward in front of the verified ones, of prompts; see ``StepPlan``
+    prompt_rows: list[Rows]  # the spans of prompts in its forward, in front of the verified rows; see ``StepPlan``
 
     @property
     def num_rows(self) -> int:
         """The number of rows of its forward."""
-        return sum(self.verification.counts) + sum(rows.count for rows in self.prompts)
+        return sum(self.verification.counts) + sum(rows.count for rows in self.prompt_rows)
 
     def observation(self, outcome: Outcome, last_finished: float) -> StepObservation:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``.
