@@ -5,18 +5,19 @@
 
 Words, the same everywhere in this library:
 
-=================  ===================================================================================
+=================  ========================================================================================
 target, draft      the model whose output is wanted; the small model that proposes
 draft tokens, K    what the drafter proposes for one sequence in one step (``num_draft_tokens``)
-verify             one target forward over [last committed token, draft tokens] of every sequence
+verify             one target forward over the last committed token and the draft tokens of every sequence,
+                   and the rows of prompts that join
 accepted           draft tokens equal to what the target itself would have emitted
 next token         the target's own token after the accepted ones: a correction, or a bonus
 committed          prompt plus emitted tokens of a sequence; their number is its ``length``
-step               draft, verify, accept, commit, for one batch of sequences
-acceptance length  tokens emitted per sequence and step: accepted + 1
+step               plan, draft, verify, accept and commit for one batch of sequences
+acceptance length  tokens emitted per sequence and step with draft tokens: accepted + 1
 ragged             different per sequence; flat rows plus ``cu_seqlens``, never padded
 page, block table  a fixed number of KV positions; the map from a sequence's positions to pages
-=================  ===================================================================================
+=================  ========================================================================================
 """
 
 from importlib import import_module

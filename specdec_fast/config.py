@@ -150,7 +150,8 @@ class EngineConfig:
         if device_map is not None:
             others = {"device": self.device, "quantization": self.quantization}
             given = [f"{name}={value}" for name, value in others.items() if value is not None]
-            given += [f"tp_size={self.tp_size}"] if self.tp_size > 1 else []
+            if self.tp_size > 1:
+                given.append(f"tp_size={self.tp_size}")
             if given:
                 raise ConfigError(f"device_map and {given[0]} exclude each other; leave one of them out.")
         return device_map

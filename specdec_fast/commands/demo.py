@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     _print_texts(prompts, outputs)
     equal = sum(o.token_ids == e for o, e in zip(outputs, expected, strict=True))
     report = _report(args, engine, outputs, equal, {name: median(values) for name, values in seconds.items()})
-    _print_table(args, engine, report)
+    _print_table(args, report)
     print(f"\nequal to plain decoding (transformers, batch 1), every token: {equal} of {len(prompts)} prompts")
     if args.json:
         print(json.dumps(report))
@@ -92,7 +92,7 @@ def _print_texts(prompts: list[str], outputs: list[GenerationOutput]) -> None:
         print(f"    {head!r}\n -> {output.text!r}\n")
 
 
-def _print_table(args: argparse.Namespace, engine: Engine, report: dict[str, Any]) -> None:
+def _print_table(args: argparse.Namespace, report: dict[str, Any]) -> None:
     base = report["autoregressive_tokens_per_second"]
     speeds = (
         ("transformers generate(), batch 1", base),

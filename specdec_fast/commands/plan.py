@@ -142,7 +142,15 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     if not any(choices):
         raise ConfigError(f"--batch-sizes {args.batch_sizes}: none fits into {shown(args.memory)}; add 1.")
     return PlanReport(
-        args.memory, traffic, acceptance, not args.no_measure, memory, times, args.batch_sizes, choices, _given(args)
+        memory_bytes=args.memory,
+        traffic=traffic,
+        acceptance=acceptance,
+        is_measured=not args.no_measure,
+        memory=memory,
+        times=times,
+        batch_sizes=args.batch_sizes,
+        choices=choices,
+        given=_given(args),
     )
 
 

@@ -158,20 +158,25 @@ def measure(
     """
     speeds = [Speed(draft, k, batch_size) for draft, k in settings]
     engines: dict[int, Engine] = {}
+
+    def run(i: int, speed: Speed, counts: bool) -> None:
+        try:
+            engine = engines.get(i) or engines.setdefault(i, make(speed.draft, speed.num_draft_tokens))
+            found = decode(engine, job)
+        except SpecDecError as error:
+            if i == 0:
+                raise
+            speed.problem = f"{type(error).__name__}: {error}"
+            engines.pop(i, None)
+            speed.runs.clear()
+            return
+        if counts:
+            speed.runs.append(found)
+
     for repeat in range(repeats + 1):
         for i, speed in enumerate(speeds):
             if speed.problem is None:
-                try:
-                    engine = engines.get(i) or engines.setdefault(i, make(speed.draft, speed.num_draft_tokens))
-                    run = decode(engine, job)
-                except SpecDecError as error:
-                    if i == 0:
-                        raise
-                    speed.problem = f"{type(error).__name__}: {error}"
-                    engines.pop(i, None)
-                    speed.runs.clear()
-                else:
-                    speed.runs += [run] if repeat else []
+                run(i, speed, counts=repeat > 0)
             yield speeds
 
 

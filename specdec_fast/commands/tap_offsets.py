@@ -74,8 +74,9 @@ def agreements(
             measured = Engine(target, drafter, replace(config, tap_layers=moved))
             shifted = moved
         stats = [output.raise_for_error().stats for output in measured.generate(prompts, params, progress=False)]
-        counts = (sum(each.num_accepted_tokens for each in stats), sum(each.num_draft_tokens for each in stats))
-        result.append(Agreement(offset, shifted, *counts))
+        num_accepted = sum(each.num_accepted_tokens for each in stats)
+        num_drafted = sum(each.num_draft_tokens for each in stats)
+        result.append(Agreement(offset, shifted, num_accepted, num_drafted))
     return result
 
 

@@ -85,7 +85,17 @@ class Draft:
         """Return the depth of each sequence's draft; of a chain, the number of its tokens."""
         if self.parents is None:
             return self.num_draft_tokens
-        return [max(depths_of(parents), default=0) for parents in self._parents_by_sequence()]
+        return [max(depths_of(parents), default=0) for parents in self.parents_by_sequence()]
+
+    def tokens_by_sequence(self) -> list[list[int]]:
+        """Return each sequence's tokens."""
+        return self._by_sequence(self.token_ids.tolist())
+
+    def parents_by_sequence(self) -> list[Many[int]]:
+        """Return the parents of each sequence's tokens; in a chain, each token's is the one before."""
+        if self.parents is None:
+            return [range(ROOT, count - 1) for count in self.num_draft_tokens]
+        return self._by_sequence(self.parents.tolist())
 
     def scores_by_sequence(self) -> list[list[float]] | None:
         """Return the scores of each sequence's tokens."""
@@ -99,7 +109,7 @@ class Draft:
         parents: list[int] = []
         counts = []
         places = self._by_sequence(range(len(self.token_ids)))
-        for of_tree, above, in_draft in zip(scores, self._parents_by_sequence(), places, strict=True):
+        for of_tree, above, in_draft in zip(scores, self.parents_by_sequence(), places, strict=True):
             nodes = [node for node, score in enumerate(of_tree) if score >= least_score]
             parents += parents_among(nodes, above)
             kept += [in_draft[node] for node in nodes]
@@ -114,11 +124,6 @@ class Draft:
     def _by_sequence(self, per_token: Many[Any]) -> list[Any]:
         counts = self.num_draft_tokens
         return [per_token[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
-
-    def _parents_by_sequence(self) -> list[Many[int]]:
-        if self.parents is None:
-            return [range(ROOT, count - 1) for count in self.num_draft_tokens]
-        return self._by_sequence(self.parents.tolist())
 
     def _check_tokens(self, limits: list[int]) -> None:
         counts = self.num_draft_tokens
@@ -153,7 +158,7 @@ class Draft:
 
     def _check_scores(self, scores: Tensor) -> None:
         values = self._per_token("scores", scores, torch.float32).tolist()
-        for of_tree, above in zip(self._by_sequence(values), self._parents_by_sequence(), strict=True):
+        for of_tree, above in zip(self._by_sequence(values), self.parents_by_sequence(), strict=True):
             for score, parent in zip(of_tree, above, strict=True):
                 most = 0.0 if parent == ROOT else of_tree[parent]
                 if not score <= most:  # NaN too
@@ -233,7 +238,7 @@ class Drafter(ABC):
         taps: the hidden states that the drafter asks for; the engine reads it once, when it is made. Tap l is the
             residual stream after l of the target's layers (0: the embeddings), before the final norm; ``"final"`` is
             the input of its output layer. Ids must differ.
-        max_nodes: the largest number of nodes of its trees, see ``TreeDrafter``; 0 for a drafter of chains.
+        max_nodes: the largest number of nodes of a tree, see ``TreeDrafter``; constant; 0 for a drafter of chains.
         has_scores: whether its drafts have ``Draft.scores``; read once, when the engine is made.
         knows_prefixes: whether a drafter with taps implements ``known_positions``.
         settings: which of the settings ``tap_layers``, ``draft_tree`` and ``draft_quantization`` it reads. The engine
@@ -401,12 +406,7 @@ class TreeDrafter(Drafter):
     K bounds the depth of a tree. The number of its nodes has a limit of its own, because every node is a row of the
     verification and a KV entry. The limit is ``max_nodes``, or K if that is more. If KV pages or memory run short, or
     the engine's memory budget has no room for so many nodes, the limit is K, as for a chain.
-
-    Attributes:
-        max_nodes: the largest number of nodes that it proposes for one sequence; constant.
     """
-
-    max_nodes: int = 0
 
     @abstractmethod
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
-from specdec_fast.engine.following import can_be_followed
+from specdec_fast.engine.following import knows_next_rows
 from specdec_fast.engine.forced_drafts import (
     completed,
     forced_tokens,
-    have_grammars,
     limits_of_drafter,
     limits_with_forced,
 )
@@ -47,6 +46,7 @@ from specdec_fast.errors import EngineBusyError, KVCacheAllocationError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
+from specdec_fast.runner.mask_rows import masks_read_tokens
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import Scheduler
 from specdec_fast.speculation_length import LengthPolicy
@@ -127,8 +127,9 @@ class EngineCore:
         if config.memory_bytes is not None:  # for which the budget has memory
             self._most_rows = config.max_prefill_tokens
             most_logit_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
-        limits = (config.max_prefill_tokens, self._row_limit, most_logit_rows)
-        self._prefilling = Prefilling(target, drafter, self.prefixes, *limits)
+        self._prefilling = Prefilling(
+            target, drafter, self.prefixes, config.max_prefill_tokens, self._row_limit, most_logit_rows
+        )
         self._residents = Residents(self._pools, self.prefixes, self._prefilling, scheduler, drafter, config, max_nodes)
         self.waiting = self._residents.waiting
         self.resident = self._residents.resident
@@ -339,7 +340,7 @@ class EngineCore:
         timer = self.stats.timer
         started = perf_counter()
         self._row_limit.num_rows = sum(s.num_uncomputed for s in batch) + sum(node_limits)
-        forced = forced_tokens(batch, limits) if self.drafts_forced and have_grammars(batch) else None
+        forced = forced_tokens(batch, limits) if self.drafts_forced and masks_read_tokens(batch) else None
         asked = limits if forced is None else limits_of_drafter(limits, forced)
         admit_new(self.drafter, batch, asked, timer, self._prefilling.is_tapped)
         with timer("draft"):
@@ -348,16 +349,15 @@ class EngineCore:
             if forced is not None:
                 draft, depths = completed(draft, batch, limits, forced)
         drafted = perf_counter()
-        drafts = (draft.token_ids, draft.num_draft_tokens, draft.parents)
         pool = self._pools.pool()
         with timer("prefill"):
-            prompts = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
-        stage = "prefill" if prompts else "verify"
+            prompt_rows = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
+        stage = "prefill" if prompt_rows else "verify"
         with timer(stage):
-            verification = self.target.verify_step(pool, batch, *drafts)
+            verification = self.target.verify_step(pool, batch, draft.token_ids, draft.num_draft_tokens, draft.parents)
         timer.move(verification.accept_seconds, stage, "accept")
         may_branch = node_limits != limits
-        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompts)
+        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompt_rows)
 
     def _end_prefilled(self, chunk: Iterable[Sequence]) -> None:
         """Let the sequences of a chunk that end with their prompts leave, and those whose scores failed."""
@@ -412,7 +412,7 @@ class EngineCore:
         """Return whether the next step is one of the same sequences, all decoded plainly, and pages are free for it."""
         if self.length_policy.max_draft_tokens or self._row_limit.most is not None or self._prefilling.sequences:
             return False
-        if len(step.batch) < len(self.resident) or not can_be_followed(step, self._requests):
+        if len(step.batch) < len(self.resident) or not knows_next_rows(step, self._requests):
             return False
         may_grow = self.waiting and not self._pools.is_sized
         if may_grow or self._residents.may_admit() or not self._residents.have_room(step.batch, ahead=1):
@@ -474,7 +474,7 @@ class EngineCore:
                 scores = emission_scores(batch, rows, outcome.emissions, verification.logits)
                 self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
                 if verification.prompt_hidden_states is not None:
-                    self._prefilling.observe(step.prompts, verification.prompt_hidden_states)
+                    self._prefilling.observe(step.prompt_rows, verification.prompt_hidden_states)
         except Exception as error:
             self._prepare_retry(error)
             return []
@@ -485,7 +485,7 @@ class EngineCore:
             if lost:
                 self._prefilling.restart(self._pools.pool(), lost)
         # Rows of prompts take time too; or the policy has forgotten a sequence that has left.
-        if not step.prompts and len(emitted) == len(batch):
+        if not step.prompt_rows and len(emitted) == len(batch):
             self.length_policy.observe(step.observation(outcome, self._finished))
         self._finished = perf_counter()
         self.stats.add_step(len(emitted), bool(lost))

@@ -133,16 +133,14 @@ class Engine:
                 drafter = self._make_drafter(None)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
-        verify_seconds = partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size)
-        is_asynchronous = self.target.layout.device.type != "cpu"
         max_nodes = drafter.max_nodes if self.memory_plan is None else self.memory_plan.max_nodes
         self.profiler = Profiler(
-            self.config.max_batch_size,
-            is_asynchronous,
-            verify_seconds,
-            partial(measured_seconds, drafter),
-            max_nodes,
-            drafter.has_scores,
+            max_batch_size=self.config.max_batch_size,
+            is_asynchronous=self.target.layout.device.type != "cpu",
+            verify_seconds=partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size),
+            draft_seconds=partial(measured_seconds, drafter),
+            max_nodes=max_nodes,
+            has_scores=drafter.has_scores,
         )
         length_policy.prepare(self.profiler)
         if self.memory_plan is not None:

@@ -14,7 +14,7 @@ from specdec_fast.engine.step import Step
 from specdec_fast.request.sequence import Sequence
 
 
-def can_be_followed(step: Step, live: Container[int]) -> bool:
+def knows_next_rows(step: Step, live: Container[int]) -> bool:
     """Return whether the host knows all of the next step but its tokens.
 
     A step with draft tokens cannot be followed: how many are accepted decides where the next rows begin. ``live`` has

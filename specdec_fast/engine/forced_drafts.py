@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
 from specdec_fast.device_copy import to_device
 from specdec_fast.drafters import Draft
 from specdec_fast.request.sequence import Sequence
-
-
-def have_grammars(sequences: list[Sequence]) -> bool:
-    """Return whether masks of a sequence depend on its tokens, as a grammar's do."""
-    return any(sequence.masks is not None and sequence.masks.reads_tokens for sequence in sequences)
+from specdec_fast.runner.mask_rows import masks_read_tokens
 
 
 def forced_tokens(sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
@@ -27,7 +22,7 @@ def forced_tokens(sequences: list[Sequence], limits: list[int]) -> list[list[int
 
 def limits_with_forced(sequences: list[Sequence], limits: list[int], most: int) -> list[int]:
     """Return limits on draft tokens that leave room for forced ones: at most ``most``, and the request's own limit."""
-    if not most or not have_grammars(sequences):
+    if not most or not masks_read_tokens(sequences):
         return limits
     own = [most if s.params.num_draft_tokens is None else s.params.num_draft_tokens for s in sequences]
     room = [min(most, k, s.num_remaining - 1) for s, k in zip(sequences, own, strict=True)]
@@ -57,26 +52,21 @@ def completed(
     Returns:
         The draft, without ``parents`` if it consists of chains, and the depth of each sequence's draft.
     """
-    drafted = draft.token_ids.tolist()
-    counts = draft.num_draft_tokens
-    own = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
-    parents = [list(range(-1, count - 1)) for count in counts]
-    if draft.parents is not None:
-        above = draft.parents.tolist()
-        parents = [above[part] for part in own]
-    scores = None if draft.scores is None else [draft.scores.tolist()[part] for part in own]
-    chains = [drafted[part] for part in own]
+    tokens = draft.tokens_by_sequence()
+    parents = [list(above) for above in draft.parents_by_sequence()]
+    scores = draft.scores_by_sequence()
     for i, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
-        if sequence.masks is None or parents[i] != list(range(-1, counts[i] - 1)):
+        num_drafted = len(tokens[i])
+        if sequence.masks is None or parents[i] != list(range(-1, num_drafted - 1)):
             continue
-        chains[i] = sequence.masks.completed(sequence.emitted_ids, chains[i], limit) if counts[i] else forced[i]
-        parents[i] = list(range(-1, len(chains[i]) - 1))
+        tokens[i] = sequence.masks.completed(sequence.emitted_ids, tokens[i], limit) if num_drafted else forced[i]
+        parents[i] = list(range(-1, len(tokens[i]) - 1))
         if scores is not None:  # what is forced is as certain as what it follows
-            kept = scores[i][: len(chains[i])]
-            scores[i] = kept + (kept[-1:] or [0.0]) * (len(chains[i]) - len(kept))
+            kept = scores[i][: len(tokens[i])]
+            scores[i] = kept + (kept[-1:] or [0.0]) * (len(tokens[i]) - len(kept))
     whole = Draft(
-        to_device([token for chain in chains for token in chain], draft.token_ids.device),
-        [len(chain) for chain in chains],
+        to_device([token for each in tokens for token in each], draft.token_ids.device),
+        list(map(len, tokens)),
         None if draft.parents is None else _joined(parents, torch.int32),
         None if scores is None else _joined(scores, torch.float32),
     )

@@ -99,13 +99,13 @@ class RequestBuilder:
     def build_choices(
         self, index: int, prompt: Any, params: SamplingParams, options: PromptOptions, seeds: list[int | None]
     ) -> Iterator[Sequence]:
-        """Return the sequences of the ``n`` texts of a prompt, which is encoded once; each is built as it is read.
+        """Yield the sequences of the ``n`` texts of a prompt, which is encoded once.
 
         ``seeds`` are from ``seeds``; the other arguments are those of ``build``.
         """
         encoded: list[int] = []
-        for number, (choice, seed) in enumerate(zip(params.choices(), seeds, strict=True)):
-            sequence = self.build(index, encoded or prompt, choice, options, seed, number)
+        for choice, (params_of_choice, seed) in enumerate(zip(params.choices(), seeds, strict=True)):
+            sequence = self.build(index, encoded or prompt, params_of_choice, options, seed, choice)
             encoded = sequence.token_ids.copy()
             yield sequence
 

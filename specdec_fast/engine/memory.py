@@ -58,9 +58,10 @@ def affordable_draft(target: Any, draft: Any, config: EngineConfig) -> Any:
     """Return ``draft`` (from ``checked_draft``), or None if it does not fit beside the target.
 
     This is known from the checkpoints' configs, before any is loaded; not of a target that is spread over devices.
-    Recurrent states need more memory with a drafter,
-    even with one without a model. Raises MemoryBudgetError if the target's weights, the KV entries asked for, the
-    states of one sequence and a plain step of one row do not fit.
+    Recurrent states need more memory with a drafter, even with one without a model.
+
+    Raises MemoryBudgetError if the target's weights, the KV entries asked for, the states of one sequence and a plain
+    step of one row do not fit.
     """
     if config.memory_bytes is None or _is_spread(target, config):
         return draft
@@ -97,6 +98,7 @@ def plan_memory(target: RaggedModel, drafter: Drafter, config: EngineConfig, *, 
     What is lowered first: the rows of a prefill forward to ``_LEAST_PREFILL``, the sequences beyond the batch that
     exspec keeps resident, the nodes of a tree to K, K down to 1, the batch; then these rows to 1. If one sequence with
     K 1 does not fit, the engine decodes plainly.
+
     Raises MemoryBudgetError if a plain step of one sequence does not fit, with ``kv_cache_tokens`` or one page.
     """
     budget = config.memory_bytes

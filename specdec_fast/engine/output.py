@@ -27,17 +27,17 @@ def output_of(sequence: Sequence, tokenizer: Any | None) -> GenerationOutput:
     else:
         text = None if tokenizer is None else _text(sequence, _detokenizer(sequence, tokenizer), emitted_ids, True)
     return GenerationOutput(
-        sequence.index,
-        sequence.token_ids[: sequence.prompt_length],
-        emitted_ids,
-        text,
-        sequence.finish_reason or "length",
-        sequence.stats,
-        sequence.error,
-        sequence.logprobs,
-        sequence.seed,
-        sequence.choice,
-        sequence.top_logprobs,
+        index=sequence.index,
+        prompt_ids=sequence.token_ids[: sequence.prompt_length],
+        token_ids=emitted_ids,
+        text=text,
+        finish_reason=sequence.finish_reason or "length",
+        stats=sequence.stats,
+        error=sequence.error,
+        logprobs=sequence.logprobs,
+        seed=sequence.seed,
+        choice=sequence.choice,
+        top_logprobs=sequence.top_logprobs,
         **_prompt_scores(sequence),
         num_cached_tokens=sequence.num_cached_tokens,
     )
@@ -49,7 +49,14 @@ def score_of(output: GenerationOutput) -> ScoreOutput:
     ranks = [each for each in output.prompt_ranks or [] if each is not None]
     tops = output.prompt_top_logprobs
     top_logprobs = None if tops is None else [each for each in tops if each is not None]
-    return ScoreOutput(output.index, output.prompt_ids, logprobs, ranks, top_logprobs, output.error)
+    return ScoreOutput(
+        index=output.index,
+        token_ids=output.prompt_ids,
+        logprobs=logprobs,
+        ranks=ranks,
+        top_logprobs=top_logprobs,
+        error=output.error,
+    )
 
 
 def _prompt_scores(sequence: Sequence) -> dict[str, Any]:
@@ -94,13 +101,19 @@ class ChunkMaker:
         else:
             text = None if self._detokenizer is None else _text(sequence, self._detokenizer, tokens, is_last)
         stop = start + len(tokens)
-        logprobs = None if sequence.logprobs is None else sequence.logprobs[start:stop]
-        top_logprobs = None if sequence.top_logprobs is None else sequence.top_logprobs[start:stop]
-        reason, error = (sequence.finish_reason, sequence.error) if is_last else (None, None)
         of_prompt = {} if self._has_begun else _prompt_scores(sequence)
         self._has_begun = True
-        outcome = (reason, error, logprobs, sequence.choice, top_logprobs)
-        return StreamChunk(sequence.index, tokens, text, *outcome, **of_prompt)
+        return StreamChunk(
+            index=sequence.index,
+            token_ids=tokens,
+            text=text,
+            finish_reason=sequence.finish_reason if is_last else None,
+            error=sequence.error if is_last else None,
+            logprobs=None if sequence.logprobs is None else sequence.logprobs[start:stop],
+            choice=sequence.choice,
+            top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[start:stop],
+            **of_prompt,
+        )
 
 
 def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs) -> Generator[StreamChunk, None, None]:

@@ -298,8 +298,10 @@ class Residents:
             num_preempted += 1
         if num_preempted:
             kept = [i for i, sequence in enumerate(batch) if sequence in self.resident]
-            chosen = ([values[i] for i in kept] for values in (batch, limits, node_limits, ends))
-            batch, limits, node_limits, ends = chosen  # type: ignore[assignment]
+            batch = [batch[i] for i in kept]
+            limits = [limits[i] for i in kept]
+            node_limits = [node_limits[i] for i in kept]
+            ends = [ends[i] for i in kept]
         for sequence, end in zip(batch, ends, strict=True):
             pool.allocate(sequence, end)
         return Room(batch, limits, node_limits, num_preempted)

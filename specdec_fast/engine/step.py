@@ -44,12 +44,12 @@ class Step:
     started: float  # when drafting began, with the drafter's prefill of new sequences, by ``perf_counter``
     drafted: float  # when it ended
     may_branch: bool  # whether a tree might have more nodes than a chain has tokens
-    prompts: list[Rows]  # the rows of its forward in front of the verified ones, of prompts; see ``StepPlan``
+    prompt_rows: list[Rows]  # the spans of prompts in its forward, in front of the verified rows; see ``StepPlan``
 
     @property
     def num_rows(self) -> int:
         """The number of rows of its forward."""
-        return sum(self.verification.counts) + sum(rows.count for rows in self.prompts)
+        return sum(self.verification.counts) + sum(rows.count for rows in self.prompt_rows)
 
     def observation(self, outcome: Outcome, last_finished: float) -> StepObservation:
         """Return the counts and times of the finished step, for ``LengthPolicy.observe``.
@@ -60,15 +60,23 @@ class Step:
         verify_seconds = self.verification.forward_seconds
         other_seconds = perf_counter() - (last_finished or self.started) - draft_seconds - verify_seconds
         num_accepted = [len(emission) - 1 for emission in outcome.emissions]
-        counts = (self.limits, self.depths, num_accepted)
-        seconds = (draft_seconds, verify_seconds, other_seconds)
-        batch = list(self.batch)  # the policy may change it
         scores = self.draft.scores_by_sequence()
-        if scores is None:
-            return StepObservation(batch, *counts, *seconds, self.may_branch)
-        paths = outcome.paths or [list(range(1, count + 1)) for count in num_accepted]
-        accepted = [[row - 1 for row in path] for path in paths]
-        return StepObservation(batch, *counts, *seconds, self.may_branch, scores, accepted)
+        accepted_nodes = None
+        if scores is not None:
+            paths = outcome.paths or [list(range(1, count + 1)) for count in num_accepted]
+            accepted_nodes = [[row - 1 for row in path] for path in paths]
+        return StepObservation(
+            batch=list(self.batch),  # the policy may change it
+            limits=self.limits,
+            num_draft_tokens=self.depths,
+            num_accepted=num_accepted,
+            draft_seconds=draft_seconds,
+            verify_seconds=verify_seconds,
+            other_seconds=other_seconds,
+            may_branch=self.may_branch,
+            scores=scores,
+            accepted_nodes=accepted_nodes,
+        )
 
 
 def draft_limits(policy: LengthPolicy, batch: list[Sequence]) -> list[int]:
@@ -154,11 +162,12 @@ def propose(
     shown = [i for i, sequence in enumerate(batch) if may_draft(sequence)]
     if len(shown) == len(batch):
         return _checked_draft(drafter, policy, batch, limits, node_limits)
-    own = ([values[i] for i in shown] for values in (batch, limits, node_limits))
-    draft, own_depths = _checked_draft(drafter, policy, *own)  # type: ignore[arg-type]
+    draft, depths_of_shown = _checked_draft(
+        drafter, policy, [batch[i] for i in shown], [limits[i] for i in shown], [node_limits[i] for i in shown]
+    )
     counts = [0] * len(batch)
     depths = [0] * len(batch)
-    for i, count, depth in zip(shown, draft.num_draft_tokens, own_depths, strict=True):
+    for i, count, depth in zip(shown, draft.num_draft_tokens, depths_of_shown, strict=True):
         counts[i] = count
         depths[i] = depth
     return replace(draft, num_draft_tokens=counts), depths

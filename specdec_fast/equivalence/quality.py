@@ -53,4 +53,11 @@ def quality_of(
         agreements.append(expected.argmax(dim=-1) == found.argmax(dim=-1))
     kl = torch.cat(divergences)
     top1 = torch.cat(agreements).double().mean()
-    return Quality(dtype, quantization, len(kl), float(kl.mean()), float(kl.max()), float(top1))
+    return Quality(
+        dtype=dtype,
+        quantization=quantization,
+        num_positions=len(kl),
+        mean_kl=float(kl.mean()),
+        largest_kl=float(kl.max()),
+        top1=float(top1),
+    )

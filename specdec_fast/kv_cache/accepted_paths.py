@@ -49,4 +49,4 @@ def move_entries(pool: PagePool, ops: Ops, table: Tensor, moved_rows: Many[Tenso
     for tensor in pool.tensors:
         if tensor.device not in moves:  # of layers that device_map has put on another device
             moves[tensor.device] = tuple(each.to(tensor.device) for each in (table, *moved_rows))
-        (ops.unchecked or ops).compact_kv_(tensor, *moves[tensor.device])
+        ops.without_checks.compact_kv_(tensor, *moves[tensor.device])

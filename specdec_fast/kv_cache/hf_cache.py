@@ -84,7 +84,7 @@ class PagedCache(NoStates, Cache):
         self.real_rows = {count + pool.row_padding.padding(count): count for count in counts}
         self._attention_batch = batch.row_by_row() if pool.row_padding.attend_per_row else batch
         # The pool made the layout, so only the model's tensors need checks, and `attend` makes them.
-        self.ops = ops.unchecked or ops
+        self.ops = ops.without_checks
         self.rules = rules
         # [T + padding] int64: a row's position minus its number in the forward, so that their sum is its position
         self.length_of_each_row: Tensor | None = None
@@ -158,8 +158,9 @@ class PagedCache(NoStates, Cache):
         if layout.sources[place] == place:
             self._check("keys", layer_idx, key, key_head_dim, key.shape[1] == num_heads)
             self._check("values", layer_idx, value, value_head_dim, value.shape[1] == num_heads)
-            rows = (self._real_rows_of(key), self._real_rows_of(value))  # [T, num_kv_heads, head size]
-            invariant_call(self.ops.append_kv_, *pages, *rows, self.batch.slot_mapping)
+            keys = self._real_rows_of(key)  # [T, num_kv_heads, head size]
+            values = self._real_rows_of(value)
+            invariant_call(self.ops.append_kv_, *pages, keys, values, self.batch.slot_mapping)
         batch = self._attention_batch
         if selected is not None:
             batch = self._attending(selected, layer_idx)
@@ -216,9 +217,8 @@ class PagedCache(NoStates, Cache):
         The rows and the result have padding rows at their end; these get 0.
         """
         batch, pools = self._next_state("selective_scan_rows_", tuple(A.shape[::-1]))
-        rows = self._num_rows
-        scanned = (self.ops.selective_scan_rows_, x[:rows], dt[:rows], A, B[:rows], C[:rows], skip, pools, batch)
-        return self._padded(invariant_call(*scanned))
+        x, dt, B, C = (each[: self._num_rows] for each in (x, dt, B, C))
+        return self._padded(invariant_call(self.ops.selective_scan_rows_, x, dt, A, B, C, skip, pools, batch))
 
     def _next_state(
         self, op: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32

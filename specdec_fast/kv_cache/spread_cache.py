@@ -56,8 +56,8 @@ class SpreadCache(PagedCache):
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         """Convolve rows on their device; see ``PagedCache.convolve``."""
         part = self._part_of_call(rows.device)
-        given = (rows, weight, bias, activation)
-        return super().convolve(*given) if part is None else part.convolve(*given)
+        convolve = super().convolve if part is None else part.convolve
+        return convolve(rows, weight, bias, activation)
 
     def attend_linearly(
         self,
@@ -70,14 +70,14 @@ class SpreadCache(PagedCache):
     ) -> Tensor:
         """Advance and read a state on its device; see ``PagedCache.attend_linearly``."""
         part = self._part_of_call(value.device)
-        given = (query, key, value, log_decay, beta, params)
-        return super().attend_linearly(*given) if part is None else part.attend_linearly(*given)
+        attend_linearly = super().attend_linearly if part is None else part.attend_linearly
+        return attend_linearly(query, key, value, log_decay, beta, params)
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, skip: Tensor | None) -> Tensor:
         """Advance and read a state on its device; see ``PagedCache.scan``."""
         part = self._part_of_call(x.device)
-        given = (x, dt, A, B, C, skip)
-        return super().scan(*given) if part is None else part.scan(*given)
+        scan = super().scan if part is None else part.scan
+        return scan(x, dt, A, B, C, skip)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         """Return the length, or those of the rows, for a layer that computes with it; on the layer's device."""

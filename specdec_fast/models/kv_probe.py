@@ -155,8 +155,15 @@ class KVProbe(NoStates, Cache):
         shapes += [KVShape(1, self._index_keys[layer].shape[-1], 0) for layer in indexers]
         sources = [next(layer for layer, (k, v) in enumerate(pairs) if k is key and v is value) for key, value in pairs]
         sources += range(num_layers, len(shapes))
-        ids = tuple(layer_ids) if states else None
-        layout = KVLayout(tuple(shapes), tuple(sources), dtype, device, ids, states, indexers=tuple(indexers))
+        layout = KVLayout(
+            shapes=tuple(shapes),
+            sources=tuple(sources),
+            dtype=dtype,
+            device=device,
+            layer_ids=tuple(layer_ids) if states else None,
+            states=states,
+            indexers=tuple(indexers),
+        )
         devices = [key.device for key in (*(key for key, _ in pairs), *map(self._index_keys.__getitem__, indexers))]
         if set(devices) | set(self._state_devices) <= {device}:
             return layout

@@ -116,11 +116,11 @@ def _loaded_on_devices(
                 "load a checkpoint of floating-point numbers, without quantization."
             )
         model, info = _from_pretrained(name, dtype, {"device_map": device_map})
-        if not isinstance(device_map, str):
-            expect_device_of_each(model, device_map)
         placed_by = getattr(model, "hf_device_map", {})
         if len(set(map(str, placed_by.values()))) > 1:
             place(model, placed_by)
+        elif not isinstance(device_map, str):
+            expect_device_of_each(model, device_map)
         model = model.eval()
     except ConfigError:
         raise

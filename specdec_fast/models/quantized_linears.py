@@ -172,8 +172,18 @@ def _computed(rows: Tensor, codes: Tensor, scales: Tensor, mins: Any, table: Any
     return out.view(*rows.shape[:-1], weight.out_features)
 
 
-def _shape_alone(rows: Tensor, codes: Tensor, scales: Tensor, mins: Any, table: Any, bias: Any, *sizes: Any) -> Tensor:
-    return rows.new_empty(*rows.shape[:-1], sizes[1])
+def _shape_alone(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    mins: Any,
+    table: Any,
+    bias: Any,
+    in_features: int,
+    out_features: int,
+    *others: Any,
+) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], out_features)
 
 
 _LIBRARY.impl("quantized_linear", _computed, "CompositeExplicitAutograd")

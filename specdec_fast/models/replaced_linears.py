@@ -41,8 +41,8 @@ class Linears:
     """
 
     def __init__(self, model: nn.Module, ops: Ops) -> None:
-        self._own = (ops.unchecked or ops).linear if ops.is_invariant("linear") else None
-        self._quantized = (ops.unchecked or ops).quantized_linear
+        self._own = ops.without_checks.linear if ops.is_invariant("linear") else None
+        self._quantized = ops.without_checks.quantized_linear
         self.sees_all = False  # whether calls outside of modules are intercepted
         # ``real_rows`` of the current forward's ``PagedCache``; None computes all rows at once
         self.real_rows: Mapping[int, int] | None = None

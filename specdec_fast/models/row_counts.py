@@ -54,9 +54,15 @@ _found: dict[Kind, tuple[int, ...]] = {}
 def kind_of(function: str, weight: Tensor, bias: Tensor | None) -> Kind:
     """Return the kind of a linear with this ``weight``, at the current number of threads."""
     return Kind(
-        function, weight.shape, weight.stride(), weight.data_ptr() % _ALIGNMENT, weight.dtype, weight.device,
-        bias is not None, torch.get_num_threads(),
-    )  # fmt: skip
+        function=function,
+        shape=weight.shape,
+        stride=weight.stride(),
+        offset=weight.data_ptr() % _ALIGNMENT,
+        dtype=weight.dtype,
+        device=weight.device,
+        has_bias=bias is not None,
+        threads=torch.get_num_threads(),
+    )
 
 
 def sizes_of(kind: Kind) -> tuple[int, ...]:

@@ -97,8 +97,7 @@ class Ops:
     # op name to the chosen implementation; ``ops/`` defines the result of each. For an op without an implementation, a
     # function that raises a BackendError.
     functions: Mapping[str, Callable[..., Any]] = field(repr=False)
-    # the same ops without the argument check, for a caller that has checked tensors of the same shapes before (the
-    # layers of one forward)
+    # the same ops without the argument check; None: these have none
     unchecked: Ops | None = field(repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -108,6 +107,11 @@ class Ops:
     if TYPE_CHECKING:  # for mypy only: at run time it would slow down every other attribute
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+    @property
+    def without_checks(self) -> Ops:
+        """The ops for a caller that has checked tensors of the same shapes before, as for the layers of one forward."""
+        return self.unchecked or self
 
     def replaced(self, **functions: Callable[..., Any]) -> Ops:
         """Return the same ops with other functions for some."""
@@ -231,7 +235,7 @@ def resolve_all(devices: Iterable[torch.device], backend: str = AUTO, dtype: tor
     by_type = {device.type: resolve(device, backend, dtype) for device in devices}
     if len(by_type) == 1:
         return next(iter(by_type.values()))
-    unchecked = {type_: ops.unchecked or ops for type_, ops in by_type.items()}
+    unchecked = {type_: ops.without_checks for type_, ops in by_type.items()}
     chosen = {
         op: ", ".join(dict.fromkeys(ops.chosen[op] for ops in by_type.values()))
         for op in all_ops()

@@ -70,14 +70,14 @@ def checkpoint_sizes(
     if tp_size > 1:
         expect_divisible_heads(model.config, tp_size)
     return CheckpointSizes(
-        _bytes_of_rank(model, quantization, tp_size) if tp_size > 1 else _weights_bytes(model, quantization),
-        layout.bytes_per_token // tp_size,
-        config.vocab_size * layout.dtype.itemsize,
-        estimated_row_bytes(model, layout.dtype.itemsize),
-        _row_parameters(model, config) // tp_size,
-        max_positions(config),
-        layout.states,
-        exchanges_of(model, tp_size) if tp_size > 1 else Exchanges(0, 0),
+        weights=_bytes_of_rank(model, quantization, tp_size) if tp_size > 1 else _weights_bytes(model, quantization),
+        bytes_per_token=layout.bytes_per_token // tp_size,
+        logits_bytes=config.vocab_size * layout.dtype.itemsize,
+        row_bytes=estimated_row_bytes(model, layout.dtype.itemsize),
+        row_parameters=_row_parameters(model, config) // tp_size,
+        max_positions=max_positions(config),
+        states=layout.states,
+        exchanges=exchanges_of(model, tp_size) if tp_size > 1 else Exchanges(0, 0),
     )
 
 

@@ -167,7 +167,14 @@ def choose(
             if setting is not None:
                 seconds = times.seconds(size, k)
                 options.append(
-                    PlannedSetting(setting, size * tokens / seconds, plain, tokens, seconds, memory.terms(setting))
+                    PlannedSetting(
+                        setting=setting,
+                        tokens_per_second=size * tokens / seconds,
+                        plain_tokens_per_second=plain,
+                        expected_tokens=tokens,
+                        seconds=seconds,
+                        terms=memory.terms(setting),
+                    )
                 )
         choices.append(max(options, key=lambda choice: choice.tokens_per_second, default=None))
     return choices

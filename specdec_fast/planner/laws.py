@@ -64,7 +64,14 @@ class Law(NamedTuple):
         held_out = xs[-num_points:]
         part = self.of({x: curve[x] for x in before})
         predicted = tuple(self.predicted(part, x) for x in held_out)
-        return HeldOut(self.of(curve), part, held_out, tuple(curve[x] for x in held_out), predicted, curve[before[-1]])
+        return HeldOut(
+            whole=self.of(curve),
+            part=part,
+            xs=held_out,
+            measured=tuple(curve[x] for x in held_out),
+            predicted=predicted,
+            last=curve[before[-1]],
+        )
 
 
 TRAINING = Law("a ln(training tokens) + b", fit_training, log)
@@ -77,10 +84,10 @@ class Forecast(NamedTuple):
 
     layers: int
     accepted_tokens: float  # per step, with the K of the table
-    num_draft_tokens: int | None  # the K with the most tokens per second; None if no forwards were timed
-    tokens_per_step: float | None  # with that K, for one sequence
-    tokens_per_second: float | None
-    plain_tokens_per_second: float | None
+    num_draft_tokens: int | None = None  # the K with the most tokens per second; None if no forwards were timed
+    tokens_per_step: float | None = None  # with that K, for one sequence
+    tokens_per_second: float | None = None
+    plain_tokens_per_second: float | None = None
 
 
 def forecast(table: LawTable, layers: int, training_tokens: int, batch_size: int) -> Forecast:
@@ -93,16 +100,23 @@ def forecast(table: LawTable, layers: int, training_tokens: int, batch_size: int
         ConfigError: the table has no such drafter, or only one number of training tokens of it.
     """
     if layers not in table.layers:
-        raise ConfigError(f"the table has drafters of {_listed(table.layers)} layers, not of {layers}.")
+        raise ConfigError(f"the table has drafters of {', '.join(map(str, table.layers))} layers, not of {layers}.")
     curve = table.by_tokens(layers)
     most = table.num_draft_tokens
     accepted = min(TRAINING.predicted(TRAINING.of(curve), training_tokens), float(most))
     if layers not in table.costs:
-        return Forecast(layers, accepted, None, None, None, None)
+        return Forecast(layers, accepted)
     emitted = expected_tokens(acceptance_like(table.nearest(layers, training_tokens).acceptance(), accepted))
     seconds = table.costs[layers].profile(batch_size)
     k = most_tokens_per_second(emitted, seconds)
-    return Forecast(layers, accepted, k, emitted[k], batch_size * emitted[k] / seconds[k], batch_size / seconds[0])
+    return Forecast(
+        layers=layers,
+        accepted_tokens=accepted,
+        num_draft_tokens=k,
+        tokens_per_step=emitted[k],
+        tokens_per_second=batch_size * emitted[k] / seconds[k],
+        plain_tokens_per_second=batch_size / seconds[0],
+    )
 
 
 def acceptance_like(shape: Sequence[float], accepted: float) -> list[float]:
@@ -126,7 +140,3 @@ def acceptance_like(shape: Sequence[float], accepted: float) -> list[float]:
 
 def _root_mean_square(errors: Sequence[float]) -> float:
     return sqrt(mean(error * error for error in errors))
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -57,8 +57,8 @@ def loaded_memory(
     own = {address: size for address, size in _weights_of(drafter).items() if address not in target_bytes}
 
     def drafter_terms(setting: EngineSetting) -> dict[str, int]:
-        counts = setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens
-        return {"drafter steps": _checked_bytes("step_bytes", drafter.step_bytes(*counts))}
+        num_bytes = drafter.step_bytes(setting.batch_size, setting.num_draft_tokens, setting.max_prefill_tokens)
+        return {"drafter steps": _checked_bytes("step_bytes", num_bytes)}
 
     def drafter_states(most_draft_tokens: int) -> int:
         return _checked_bytes("bytes_per_sequence", drafter.bytes_per_sequence(most_draft_tokens))

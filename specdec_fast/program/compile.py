@@ -147,17 +147,17 @@ def _planned(
     tape = first.tape
     places, arena_bytes, scratch_bytes = placed(first.instructions, tape.buffers, first.logits, first.taps, tape.inputs)
     return Plan(
-        layout.dtype,
-        layout.shapes,
-        places,
-        first.instructions,
-        arena_bytes,
-        scratch_bytes,
-        first.vocab_size,
-        tape.buffers[first.logits].dtype,
-        tuple(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in first.baked),
-        places[first.taps[0]].row_bytes if first.taps else 0,
-        input_size * layout.dtype.itemsize,
+        dtype=layout.dtype,
+        kv_shapes=layout.shapes,
+        buffers=places,
+        instructions=first.instructions,
+        arena_bytes=arena_bytes,
+        scratch_bytes=scratch_bytes,
+        vocab_size=first.vocab_size,
+        logits_dtype=tape.buffers[first.logits].dtype,
+        baked=tuple(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in first.baked),
+        tap_bytes=places[first.taps[0]].row_bytes if first.taps else 0,
+        input_bytes=input_size * layout.dtype.itemsize,
     )
 
 

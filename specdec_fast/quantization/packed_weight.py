@@ -35,8 +35,10 @@ TABLE = "table"
 KINDS = (INT8, FLOAT8, TABLE)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SUPER_GROUP = 256  # inputs that share a super-scale, if scales have two levels
-# The tensors of a packed weight: codes and table, and those that have numbers of groups, with the panels first.
+# The tensors of a packed weight: those with numbers of groups; those with an axis of panels, then one of blocks or
+# groups; and all, in the order in which C++ takes them.
 OF_GROUPS = ("scales", "mins", "super_scales", "super_mins")
+OF_PANELS = ("codes", *OF_GROUPS)
 TENSORS = ("codes", "table", *OF_GROUPS)
 
 
@@ -86,8 +88,8 @@ class PackedWeight:
 
     @property
     def of_panels(self) -> list[Tensor]:
-        """Those with an axis of panels, then one of blocks or groups: all but the table."""
-        return [each for name in ("codes", *OF_GROUPS) if (each := getattr(self, name)) is not None]
+        """Those with an axis of panels: all but the table."""
+        return [each for name in OF_PANELS if (each := getattr(self, name)) is not None]
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +105,7 @@ def joined(
     ``out_features``: None if the joined weight has those of the first one.
     """
     first = weights[0]
-    parts = {name: [getattr(each, name) for each in weights] for name in ("codes", *OF_GROUPS)}
+    parts = {name: [getattr(each, name) for each in weights] for name in OF_PANELS}
     tensors: dict[str, Any] = {name: None if each[0] is None else join(each) for name, each in parts.items()}
     return replace(first, out_features=out_features or first.out_features, **tensors)
 
@@ -176,9 +178,16 @@ def pack(
     words = lanes.permute(0, 2, 3, 1).contiguous()
     packed_table = None if table is None else table.to(torch.float32).contiguous()
     return PackedWeight(
-        words, _by_panel(scales, panels), None if mins is None else _by_panel(mins, panels), packed_table,
-        in_features, out_features, group_size, kind, rounds_rows,
-    )  # fmt: skip
+        codes=words,
+        scales=_by_panel(scales, panels),
+        mins=None if mins is None else _by_panel(mins, panels),
+        table=packed_table,
+        in_features=in_features,
+        out_features=out_features,
+        group_size=group_size,
+        kind=kind,
+        rounds_rows=rounds_rows,
+    )
 
 
 def with_super_scales(weight: PackedWeight, super_scales: Tensor, super_mins: Tensor | None) -> PackedWeight:

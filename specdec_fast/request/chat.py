@@ -77,9 +77,12 @@ def apply_chat_template(
             "ids."
         )
     keywords: dict[str, Any] = {"add_generation_prompt": options.opens_answer, "tokenize": tokenize}
-    keywords |= {"continue_final_message": True} if options.continue_final_message else {}
-    keywords |= {"chat_template": options.chat_template} if options.chat_template is not None else {}
-    keywords |= {"tools": list(options.tools)} if options.tools else {}
+    if options.continue_final_message:
+        keywords["continue_final_message"] = True
+    if options.chat_template is not None:
+        keywords["chat_template"] = options.chat_template
+    if options.tools:
+        keywords["tools"] = list(options.tools)
     if lacks_chat_template(tokenizer, options.chat_template):
         raise MissingChatTemplateError(
             "the prompt is a list of messages, but the tokenizer has no chat template; pass chat_template=..., set "

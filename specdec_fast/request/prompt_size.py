@@ -31,8 +31,8 @@ def size_of(prompt: Any, options: PromptOptions) -> int:
             size += 1 + (int(number) if number < SHORT else SHORT)  # NaN is not less
         elif isinstance(value, (Mapping, list, tuple)):
             size += len(value)
-            # The elements are looked at only if there are few.
-            rest += (value.values() if isinstance(value, Mapping) else value) if size <= SHORT else ()
+            if size <= SHORT:  # the elements are looked at only if there are few
+                rest += value.values() if isinstance(value, Mapping) else value
         else:
             return SHORT + 1
     return size

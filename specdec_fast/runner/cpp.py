@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from specdec_fast.batch.joint_ids import JointIds
-from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import ForwardProgram, TokenChoice
-from specdec_fast.runner.eager import EagerRunner
+from specdec_fast.runner.drafting import DraftPlan
+from specdec_fast.runner.eager import EagerRunner, ModelParts
 from specdec_fast.runner.verification import Outcome, StepPlan, Verification, owners
 
 
 class CppRunner(EagerRunner):
-    """Runs a model's steps by its program; its rows need no padding.
+    """Runs each step in one call of a model's program, whose rows need no padding.
+
+    Steps of sequences with logits processors, verifications beside rows of prompts, and drafts of sequences that edit
+    logits are computed forward by forward.
 
     Args:
+        model: for what a call does not do.
         program: computes forwards, drafts and verifications.
-        *eager: the arguments of ``EagerRunner``, for drafts of sequences that edit logits.
 
     """
 
-    def __init__(self, program: ForwardProgram, *eager: Any) -> None:
-        super().__init__(*eager)
+    def __init__(self, model: ModelParts, program: ForwardProgram) -> None:
+        super().__init__(model)
         self._program = program
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
-        """Verify in one call, unless logits processors come in between or prompts have rows; see ``EagerRunner``."""
-        if plan.has_processors or plan.has_prompts:
+        if plan.has_processors or plan.has_prompts:  # the call verifies all of its rows, and calls nothing in between
             found = super().verify(pool, plan)
             return replace(found, results=found.outcome())
         before = self._program.seconds
@@ -41,34 +41,30 @@ class CppRunner(EagerRunner):
         logits, emissions, paths, accept_seconds = self._program.verify(
             spans, plan.last_tokens, plan.draft_tokens, plan.sampling(), plan.hidden_states
         )
-        forward_seconds = self._program.seconds - before
-        outcome = Outcome(emissions, paths)
-        seconds = (forward_seconds, accept_seconds)
-        return Verification(plan.counts, logits, outcome, *seconds, plan.hidden_states, failures=plan.failures)
+        return Verification(
+            counts=plan.counts,
+            logits=logits,
+            results=Outcome(emissions, paths),
+            forward_seconds=self._program.seconds - before,
+            accept_seconds=accept_seconds,
+            hidden_states=plan.hidden_states,
+            failures=plan.failures,
+        )
 
-    def draft(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        token_ids: list[int],
-        num_draft_tokens: list[int],
-        vocab_size: int,
-        joint: JointIds | None = None,
-    ) -> Tensor:
-        """Draft in one call, unless a sequence edits logits; see ``EagerRunner.draft``."""
-        sequences = owners(rows)
+    def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
+        sequences = owners(plan.rows)
         if any(sequence.edits_logits for sequence in sequences):
-            return super().draft(pool, rows, token_ids, num_draft_tokens, vocab_size, joint)
-        spans = pool.spans(rows, ahead=[count - 1 for count in num_draft_tokens])
+            return super().draft(pool, plan)
+        spans = pool.spans(plan.rows, ahead=[count - 1 for count in plan.num_draft_tokens])
         sampling = sampling_of(sequences, pool.layout.device)
-        choice = TokenChoice(vocab_size, sampling)
-        if joint is not None:
+        choice = TokenChoice(plan.num_choosable, sampling)
+        if (joint := plan.joint) is not None:
             choice = TokenChoice(
-                self._vocab_size,
+                self._model.vocab_size,
                 sampling,
                 target_ids=joint.joint_ids,
                 num_target_ids=joint.num_ids,
                 drafter_ids=joint.draft_ids,
-                num_choosable=vocab_size,
+                num_choosable=plan.num_choosable,
             )
-        return self._program.draft(spans, token_ids, num_draft_tokens, choice)
+        return self._program.draft(spans, plan.token_ids, plan.num_draft_tokens, choice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
 from specdec_fast.device_copy import to_device
@@ -20,11 +21,23 @@ from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.token_masks import UNREAD, num_words
 from specdec_fast.runner.graphs.phases import Choices
-from specdec_fast.runner.mask_rows import read_by_masks, rows_for_drafts
+from specdec_fast.runner.mask_rows import masks_read_tokens, rows_for_drafts
 from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """The chains that a model drafts in one step by its own choice: one for each of ``B`` sequences."""
+
+    rows: list[Rows]  # of the first forward, one span per sequence; their owners are the sequences
+    token_ids: list[int]  # of these rows, in the model's own ids
+    num_draft_tokens: list[int]  # per sequence, at least 1
+    num_choosable: int  # ids below it may be chosen
+    # the model's ids and the target's, if they differ: joint ones are chosen. None: the target has the model's ids.
+    joint: JointIds | None = None
 
 
 # What a forward of ``draft_chains`` returns: logits ``[N, V]``, and the tokens and carried states of the same rows.
@@ -84,7 +97,7 @@ class DraftPaths:
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self._sequences = sequences
-        self._reads = read_by_masks(sequences)
+        self._reads = masks_read_tokens(sequences)
         self._paths: list[list[int]] | None = None
         if any(sequence.masks is not None for sequence in sequences):
             self._paths = [[] for _ in sequences]
@@ -185,13 +198,13 @@ def chosen_tokens(
         token_ids = logits.new_zeros(len(logits), dtype=torch.int64)
     if cu_seqlens is None:  # not cached: a cached tensor might be freed before a graph that reads it is replayed
         cu_seqlens = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-    tokens = (ops.unchecked or ops).verify_chain(logits, token_ids, cu_seqlens, sampling)[0]
+    tokens = ops.without_checks.verify_chain(logits, token_ids, cu_seqlens, sampling)[0]
     return tokens.clamp_(min=0)  # NaN logits have no token; the target rejects whatever stands for it
 
 
 def choices_of(ops: Ops, vocab_size: int) -> Choices:
     """Return how the graphs of a model with so many ids choose tokens."""
-    return Choices(partial(chosen_tokens, ops), (ops.unchecked or ops).verify_chain, vocab_size)
+    return Choices(partial(chosen_tokens, ops), ops.without_checks.verify_chain, vocab_size)
 
 
 def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:

@@ -4,57 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.joint_ids import JointIds
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.ragged_batch import RaggedBatch
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import lay_out, row_layout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
-from specdec_fast.runner.drafting import chosen_tokens, draft_on_pages, widened
+from specdec_fast.runner.drafting import DraftPlan, chosen_tokens, draft_on_pages, widened
 from specdec_fast.runner.processed_rows import processed_logits
 from specdec_fast.runner.verification import StepPlan, Verification
 
 Forward = Callable[[RaggedBatch, PagePool, Tensor | None, Tensor | None], Tensor]
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """What a runner takes of its model. Forwards have the arguments of ``RaggedModel.forward``."""
+
+    compute: Forward  # computes a batch, by PyTorch or by a program, in all ranks if this one leads others
+    forward: Forward  # ``RaggedModel.forward``, through which the forwards of a step pass; the runner computes them
+    attached: Callable[[], AbstractContextManager[None]]  # a context in which several forwards of PyTorch cost less
+    ops: Ops  # verify, and choose tokens
+    vocab_size: int  # width of the logits
+
+
 class EagerRunner:
-    """Runs a model's steps, one forward after the other.
+    """Runs a model's steps, one forward after the other."""
 
-    Args:
-        compute: computes a batch, by PyTorch or by a program, with the arguments of ``RaggedModel.forward``.
-        forward: ``RaggedModel.forward``, through which the forwards of a step pass; it calls ``compute``.
-        attached: a context in which several forwards of PyTorch cost less.
-        ops: verify, and choose tokens.
-        vocab_size: width of the model's logits.
-
-    """
-
-    def __init__(
-        self,
-        compute: Forward,
-        forward: Forward,
-        attached: Callable[[], AbstractContextManager[None]],
-        ops: Ops,
-        vocab_size: int,
-    ) -> None:
-        self._compute = compute
-        self._forward = forward
-        self._attached = attached
-        self._ops = ops
-        self._vocab_size = vocab_size
+    def __init__(self, model: ModelParts) -> None:
+        self._model = model
 
     def compute(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
     ) -> Tensor:
         """Compute the batch's rows; see ``RaggedModel.forward``."""
-        return self._compute(batch, pool, logit_rows, hidden_states)
+        return self._model.compute(batch, pool, logit_rows, hidden_states)
 
     def verify(self, pool: PagePool, plan: StepPlan) -> Verification:
         """Compute logits at every sequence's last committed token and its draft tokens, and verify the draft tokens.
@@ -67,11 +57,11 @@ class EagerRunner:
         trees = plan.trees
         device = plan.draft_tokens.device
         plan.read_drafts()
-        token_ids = _interleaved(plan, self._vocab_size)
+        token_ids = _interleaved(plan, self._model.vocab_size)
         rows = plan.forward_rows(token_ids) if plan.has_prompts else None
         batch = lay_out(pool, plan.rows, token_ids if rows is None else rows.token_ids, trees=trees)
         started = perf_counter()
-        logits = self._forward(batch, pool, None if rows is None else rows.verified, plan.hidden_states)
+        logits = self._model.forward(batch, pool, None if rows is None else rows.verified, plan.hidden_states)
         computed = perf_counter()
         sampling = plan.sampling()  # masks are made while a device computes the forward
         above = None if trees is None else to_device(trees.parents, device)
@@ -80,7 +70,7 @@ class EagerRunner:
         if plan.has_processors:
             chosen_from, of_processors = processed_logits(plan, logits)
             failures = failures | of_processors
-        verify_chain = (self._ops.unchecked or self._ops).verify_chain
+        verify_chain = self._model.ops.without_checks.verify_chain
         cu_seqlens = row_layout(tuple(plan.counts), device).cu_seqlens
         results = verify_chain(chosen_from, token_ids, cu_seqlens, sampling, above)
         hidden_states = plan.hidden_states
@@ -88,48 +78,45 @@ class EagerRunner:
         if rows is not None and hidden_states is not None:
             of_prompts = hidden_states[rows.prompts]
             hidden_states = hidden_states[rows.verified]
-        seconds = (computed - started, perf_counter() - computed)
-        return Verification(plan.counts, logits, results, *seconds, hidden_states, of_prompts, failures)
+        return Verification(
+            counts=plan.counts,
+            logits=logits,
+            results=results,
+            forward_seconds=computed - started,
+            accept_seconds=perf_counter() - computed,
+            hidden_states=hidden_states,
+            prompt_hidden_states=of_prompts,
+            failures=failures,
+        )
 
-    def draft(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        token_ids: list[int],
-        num_draft_tokens: list[int],
-        vocab_size: int,
-        joint: JointIds | None = None,
-    ) -> Tensor:
+    def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
         """Draft a chain for each sequence by the model's own choice.
 
         Args:
             pool: the model's pages, with enough free ones for all positions of the step.
-            rows: of the first forward, one span per sequence.
-            token_ids: of those rows.
-            num_draft_tokens: number of tokens to draft per sequence, at least 1.
-            vocab_size: the model chooses ids below it.
-            joint: its ids and the target's, if they differ: it takes its own, as ``token_ids`` are, and chooses joint
-                ones. None: its ids are the target's.
+            plan: the chains.
 
         Returns:
             ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
 
         """
+        joint = plan.joint
 
         def forward(batch: RaggedBatch, carried: None, wanted: Tensor | None) -> tuple[Tensor, None]:
             if joint is None:
-                return self._forward(batch, pool, wanted, None), None
+                return self._model.forward(batch, pool, wanted, None), None
             batch = replace(batch, token_ids=joint.draft_ids[batch.token_ids])
-            return widened(self._forward(batch, pool, wanted, None), joint.joint_ids, joint.num_ids), None
+            logits = self._model.forward(batch, pool, wanted, None)
+            return widened(logits, joint.joint_ids, joint.num_ids), None
 
         def choose(logits: Tensor, tokens: Tensor, sampling: Sampling | None) -> Tensor:
-            return chosen_tokens(self._ops, logits, vocab_size, sampling, tokens)
+            return chosen_tokens(self._model.ops, logits, plan.num_choosable, sampling, tokens)
 
-        first = to_device(token_ids, pool.layout.device)
+        first = to_device(plan.token_ids, pool.layout.device)
         if joint is not None:
             first = joint.joint_ids[first]
-        with self._attached():
-            return draft_on_pages(pool, rows, first, None, num_draft_tokens, forward, choose)
+        with self._model.attached():
+            return draft_on_pages(pool, plan.rows, first, None, plan.num_draft_tokens, forward, choose)
 
 
 def _interleaved(plan: StepPlan, vocab_size: int) -> Tensor:

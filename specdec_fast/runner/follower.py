@@ -106,10 +106,9 @@ class Follower:
         elif isinstance(message, GatherEnd):
             whole_end(target.model, message.is_output)
         elif isinstance(message, MakePool):
-            sizes = (message.num_tokens, message.page_size, message.row_padding)
             states = target.layout.states if message.has_states else ()
             layout = replace(target.layout, states=states, most_draft_tokens=message.most_draft_tokens)
-            self._pools[message.pool] = PagePool(layout, *sizes)
+            self._pools[message.pool] = PagePool(layout, message.num_tokens, message.page_size, message.row_padding)
         elif isinstance(message, CopyPages):
             larger = self._pools[message.destination]
             larger.copy_pages(self._pools[message.source])

@@ -92,9 +92,11 @@ class HFModel:
         self.layout = replace(layout, most_draft_tokens=most_draft_tokens)
         # of the decoder, whatever they compute
         self.num_layers = self.config.num_hidden_layers if self.layout.states else self.layout.num_layers
-        layers = (self.config, self.num_layers)
-        indexed = indexed_layers(self.config) | set(layout.indexers)
-        self.rules = CacheRules(sliding_layers(*layers), attention_chunks(*layers), indexed)
+        self.rules = CacheRules(
+            sliding_layers(self.config, self.num_layers),
+            attention_chunks(self.config, self.num_layers),
+            indexed_layers(self.config) | set(layout.indexers),
+        )
         self._asks_for_length = probe.asks_for_length
 
     def _probe(self, probe: KVProbe, token_ids: Tensor) -> None:

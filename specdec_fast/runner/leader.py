@@ -50,24 +50,29 @@ class Leader(PoolCopies):
         self._dropped: list[int] = []  # numbers of pools that have been freed; the collector may append at any time
         finalize(self, workers.close)
 
-    def compute(self, forward: Callable[..., Tensor], batch: RaggedBatch, pool: PagePool, *given: Any) -> Tensor:
-        """Compute a batch by ``forward`` here, and in the other ranks.
-
-        Args:
-            forward: computes this rank's part.
-            batch: the rows.
-            pool: the pages.
-            *given: ``logit_rows`` and ``hidden_states`` of ``RaggedModel.forward``.
+    def compute(
+        self,
+        forward: Callable[..., Tensor],
+        batch: RaggedBatch,
+        pool: PagePool,
+        logit_rows: Tensor | None,
+        hidden_states: Tensor | None,
+    ) -> Tensor:
+        """Compute a batch by ``forward`` here, and in the other ranks; the other arguments are those of ``forward``.
 
         Raises:
             RankError: another rank has ended.
             Exception: what failed in this rank or in another one. All ranks can compute the next forward then.
 
         """
-        logit_rows, hidden_states = given
-        states = (0, 0) if pool.states is None else (pool.states.num_slots, pool.states.num_growths)
-        message = ComputeForward(self._numbers[pool], packed(batch, logit_rows), *states, hidden_states is not None)
-        result: Tensor = self.together(message, partial(forward, batch, pool, *given))
+        message = ComputeForward(
+            pool=self._numbers[pool],
+            rows=packed(batch, logit_rows),
+            num_slots=0 if pool.states is None else pool.states.num_slots,
+            num_growths=0 if pool.states is None else pool.states.num_growths,
+            has_taps=hidden_states is not None,
+        )
+        result: Tensor = self.together(message, partial(forward, batch, pool, logit_rows, hidden_states))
         return result
 
     def together(self, message: Any, compute: Callable[[], Any]) -> Any:
@@ -87,9 +92,15 @@ class Leader(PoolCopies):
 
     def allocate(self, pool: PagePool) -> None:
         number = next(self._next_number)
-        layout = pool.layout
-        of_states = (bool(layout.states), layout.most_draft_tokens)
-        self._send(MakePool(number, pool.num_tokens, pool.page_size, pool.row_padding, *of_states))
+        message = MakePool(
+            pool=number,
+            num_tokens=pool.num_tokens,
+            page_size=pool.page_size,
+            row_padding=pool.row_padding,
+            has_states=bool(pool.layout.states),
+            most_draft_tokens=pool.layout.most_draft_tokens,
+        )
+        self._send(message)
         for rank, failure in enumerate(self.workers.answers(), start=1):
             if failure is not None:
                 self._dropped.append(number)

@@ -20,8 +20,8 @@ class MaskRows(NamedTuple):
     failures: dict[int, RequestError]  # by row: why nothing may be chosen there, if a mask raised
 
 
-def read_by_masks(sequences: Many[Sequence]) -> bool:
-    """Return whether the masks of some sequence depend on which tokens were drafted."""
+def masks_read_tokens(sequences: Many[Sequence]) -> bool:
+    """Return whether the masks of some sequence depend on its tokens, drafted ones included, as a grammar's do."""
     return any(sequence.masks is not None and sequence.masks.reads_tokens for sequence in sequences)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.batch.joint_ids import JointIds
 from specdec_fast.batch.ragged_batch import RaggedBatch, RowPadding, Rows
 from specdec_fast.errors import NotYetSupportedError, UnsupportedModelError
 from specdec_fast.kv_cache.accepted_paths import keep_paths
@@ -37,8 +36,8 @@ from specdec_fast.ranks.exchange import Ranks
 from specdec_fast.ranks.messages import UseGraphs, UseTaps
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.cpp import CppRunner
-from specdec_fast.runner.drafting import choices_of
-from specdec_fast.runner.eager import EagerRunner
+from specdec_fast.runner.drafting import DraftPlan, choices_of
+from specdec_fast.runner.eager import EagerRunner, ModelParts
 from specdec_fast.runner.graph import GraphRunner
 from specdec_fast.runner.graphs.buckets import Limits
 from specdec_fast.runner.graphs.capture import Capture, capture_for
@@ -124,8 +123,9 @@ class RaggedModel:
             if not self.has_program:
                 self.check_logits(probe, logits)
             with self.hf.hooked():
-                asked = (self.hf.call, self.layout, self.hf.make_cache, page_size)
-                model_checks.check_ignores_answers(type(model).__name__, *asked)
+                model_checks.check_ignores_answers(
+                    type(model).__name__, self.hf.call, self.layout, self.hf.make_cache, page_size
+                )
 
     @property
     def name(self) -> str:
@@ -198,12 +198,15 @@ class RaggedModel:
         def forward(*batch: Any) -> Tensor:  # looked up in every call: a caller may have replaced it
             return self.forward(*batch)
 
-        eager = (self._compute, forward, self.attached, self.ops, self.vocab_size)
+        parts = ModelParts(self._compute, forward, self.attached, self.ops, self.vocab_size)
         if self.program is not None and self.has_fused_step:
-            return CppRunner(self.program, *eager)
-        if self.graphs is None or self.leader is not None:  # other ranks follow forwards, not steps
-            return EagerRunner(*eager)
-        return GraphRunner(self.graphs, self.max_positions, *eager)
+            return CppRunner(parts, self.program)
+        runner = EagerRunner(parts)
+        if self.graphs is not None:
+            runner = GraphRunner(parts, self.graphs, self.max_positions)
+        if self.leader is not None:  # other ranks follow forwards, not steps
+            runner = EagerRunner(replace(parts, compute=partial(self.leader.compute, runner.compute)))
+        return runner
 
     def forward(
         self,
@@ -229,18 +232,6 @@ class RaggedModel:
         return self._runner.compute(batch, pool, logit_rows, hidden_states)
 
     def _compute(
-        self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
-    ) -> Tensor:
-        if self.leader is not None:
-            return self.leader.compute(self._compute_as_all_ranks, batch, pool, logit_rows, hidden_states)
-        return self._compute_here(batch, pool, logit_rows, hidden_states)
-
-    def _compute_as_all_ranks(self, *batch: Any) -> Tensor:
-        """Compute by a graph if there is one: the other ranks, which get the same batches, have recorded theirs too."""
-        logits = None if self.graphs is None else self.graphs.forward(*batch)
-        return self._compute_here(*batch) if logits is None else logits
-
-    def _compute_here(
         self, batch: RaggedBatch, pool: PagePool, logit_rows: Tensor | None, hidden_states: Tensor | None
     ) -> Tensor:
         if self.program is not None:
@@ -281,8 +272,9 @@ class RaggedModel:
             self.expect_trees()
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
-        hidden_states = self.empty_hidden_states(sum(num_draft_tokens) + sum(s.num_uncomputed for s in sequences))
-        plan = StepPlan(sequences, draft_tokens, num_draft_tokens, parents, hidden_states, self.vocab_size, unread)
+        plan = StepPlan(
+            sequences, draft_tokens, num_draft_tokens, parents, self.vocab_size, self.empty_hidden_states, unread
+        )
         return self._runner.verify(pool, plan)
 
     def why_no_trees(self) -> str | None:
@@ -343,32 +335,11 @@ class RaggedModel:
         token_ids = [
             min(token, largest) for s, start in zip(sequences, kv_lengths, strict=True) for token in s.token_ids[start:]
         ]
-        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, vocab_size)
+        return self.draft(pool, DraftPlan(rows, token_ids, num_draft_tokens, vocab_size))
 
-    def draft_behind(
-        self,
-        pool: PagePool,
-        rows: list[Rows],
-        token_ids: list[int],
-        num_draft_tokens: list[int],
-        num_choosable: int,
-        joint: JointIds,
-    ) -> Tensor:
-        """Continue texts that are given in this model's own ids; see ``draft_step``.
-
-        Args:
-            pool: this model's pages, with enough free ones for all positions of the step.
-            rows: the rows of the first forward, one span per sequence.
-            token_ids: of those rows, in this model's ids.
-            num_draft_tokens: number of tokens to draft per sequence, at least 1.
-            num_choosable: the model chooses joint ids below it.
-            joint: its ids and the target's.
-
-        Returns:
-            ``[sum(num_draft_tokens)]`` int64 joint ids, sequence after sequence.
-
-        """
-        return self._runner.draft(pool, rows, token_ids, num_draft_tokens, num_choosable, joint)
+    def draft(self, pool: PagePool, plan: DraftPlan) -> Tensor:
+        """Draft as ``draft_step`` does, behind rows that need not be tokens of the target; see ``DraftPlan``."""
+        return self._runner.draft(pool, plan)
 
     def use_graphs(self, limits: Limits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
@@ -378,7 +349,7 @@ class RaggedModel:
     def _use_graphs(self, limits: Limits, capture: Capture) -> None:
         choices = choices_of(self.ops, self.vocab_size)
         why = "its indexers wait for the device" if self.layout.indexers else None
-        self.use_these_graphs(Graphs(self.model, self._compute_here, capture, limits, choices, why, self.is_sharded))
+        self.use_these_graphs(Graphs(self.model, self._compute, capture, limits, choices, why, self.is_sharded))
 
     def use_these_graphs(self, graphs: Graphs | None) -> None:
         """From now on replay these graphs; None: none."""
@@ -441,9 +412,10 @@ class RaggedModel:
         assert self._executor is not None
         hf = self.hf
         tapped = None if hf.taps is None else hf.taps.collected
-        forward = (self.model, hf.call, self.layout, self.ops, hf.rules, tapped, self.max_positions)
         with hf.hooked():  # not `attached`: the tracer must see the linears as ATen operations
-            plan = compile_forward(*forward, cache_class=hf.cache_class)
+            plan = compile_forward(
+                self.model, hf.call, self.layout, self.ops, hf.rules, tapped, self.max_positions, hf.cache_class
+            )
         self.use_programs(*self._executor(plan))
         self._watch = Watch(self.model, plan.baked)
 

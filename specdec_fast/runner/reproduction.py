@@ -34,11 +34,11 @@ def check_reproduces(
 
     The bound is the square root of the dtype's rounding unit, on the relative L2 distance: far above rounding, far
     below what a wrong position, mask or cache entry does. Where quantised linears round their rows, the distance to
-    logits without that is added. In 16 bits it is the median of the rows' distances, because
-    rounding may let a mixture of experts choose other experts for single rows; what a page, position or mask does wrong
-    changes most rows of one of the two forwards. A fault of a program may change one row only. So in 16 bits every row
-    is compared with ``reference`` as well, which rounds where the program does. Raises UnsupportedModelError if they
-    are further apart; the message says why, as far as that can be found.
+    logits without that is added. In 16 bits it is the median of the rows' distances, because rounding may let a mixture
+    of experts choose other experts for single rows; what a page, position or mask does wrong changes most rows of one
+    of the two forwards. A fault of a program may change one row only. So in 16 bits every row is compared with
+    ``reference`` as well, which rounds where the program does. Raises UnsupportedModelError if they are further apart;
+    the message says why, as far as that can be found.
 
     Args:
         hf: the model.

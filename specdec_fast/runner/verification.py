@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from specdec_fast.batch.sampling_batch import Sampling, sampling_columns, sampli
 from specdec_fast.device_copy import HostCopy, Joined, all_to_device, to_host
 from specdec_fast.errors import RequestError
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.mask_rows import MaskRows, mask_rows, read_by_masks
+from specdec_fast.runner.mask_rows import MaskRows, mask_rows, masks_read_tokens
 from specdec_fast.trees.rows import TreeRows, rows_of_trees
 
 
@@ -33,8 +33,8 @@ class StepPlan:
     draft_tokens: Tensor  # [T - B] int64 on the model's device, sequence after sequence
     num_draft_tokens: list[int]  # per sequence
     parents: Tensor | None  # see Draft.parents, on the host; None: chains
-    hidden_states: Tensor | None  # memory for the taps of every row of the forward; None: they are not wanted
     vocab_size: int  # width of the model's logits
+    empty_hidden_states: Callable[[int], Tensor | None]  # memory for the taps of so many rows; see RaggedModel
     # [B] int64 on the model's device: the tokens that the step before has chosen, which the host has not read, so the
     # sequences do not have them yet. None: the rows begin with the last committed tokens.
     unread: Tensor | None = None
@@ -51,6 +51,11 @@ class StepPlan:
             return [Rows(s, s.length, 1) for s in self.sequences]
         drafts = zip(self.sequences, self.num_draft_tokens, strict=True)
         return [Rows(s, s.target_kv_length, s.num_uncomputed + count, count) for s, count in drafts]
+
+    @cached_property
+    def hidden_states(self) -> Tensor | None:
+        """Memory for the taps of every row of the forward; None: they are not wanted."""
+        return self.empty_hidden_states(sum(rows.count for rows in self.rows))
 
     @cached_property
     def counts(self) -> list[int]:
@@ -96,13 +101,13 @@ class StepPlan:
     @cached_property
     def masks(self) -> MaskRows | None:
         """The bitmask of every row; None if no sequence has one. Draft tokens that a mask reads come to the host."""
-        drafted = self.drafted if read_by_masks(self.sequences) else None
+        drafted = self.drafted if masks_read_tokens(self.sequences) else None
         parents = None if self.parents is None else self.parents.tolist()
         return mask_rows(self.sequences, drafted, self.num_draft_tokens, parents, self.vocab_size)
 
     def read_drafts(self) -> None:
         """Bring the draft tokens to the host now, if masks will read them: later that would wait for the forward."""
-        if read_by_masks(self.sequences):
+        if masks_read_tokens(self.sequences):
             self.drafted  # noqa: B018 - it is kept
 
     @cached_property

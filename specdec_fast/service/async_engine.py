@@ -248,7 +248,10 @@ class AsyncEngine:
         if self._live.most_positions is None:
             return
         unread = [(UnreadPrompt(self._builder, prompt, params, prompt_options), n) for prompt, params, n in requests]
-        count = lambda: sum(n * prompt.num_choices * positions_of(prompt.read()) for prompt, n in unread)  # noqa: E731
+
+        def count() -> int:
+            return sum(n * prompt.num_choices * positions_of(prompt.read()) for prompt, n in unread)
+
         size = sum(prompt.size for prompt, _ in unread)
         compiles = any(prompt.compiles for prompt, _ in unread)
         counted = asyncio.wrap_future(self._encoders.submit(count, size=size, compiles=compiles))

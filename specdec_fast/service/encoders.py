@@ -55,8 +55,8 @@ class UnreadPrompt:
 class Encoders:
     """Threads: one encodes short prompts only, so a short one never waits for one that takes seconds.
 
-    One takes long prompts, and as many as grammars can be compiled at once take requests that need one.
-    Both use the same tokenizer. Tokenizers in Rust encode in several threads at once, and Engine's callers do so, too.
+    One takes long prompts, and as many as grammars can be compiled at once take requests that need one. All use the
+    same tokenizer. Tokenizers in Rust encode in several threads at once, and Engine's callers do so, too.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,9 @@ class Encoders:
         self, function: Callable[..., _Result], *args: Any, size: int = 0, compiles: bool = False
     ) -> Future[_Result]:
         """Call a function soon, in the thread for prompts of this size. Raises EngineClosedError after ``close``."""
-        executor = self._compiling if compiles else self._short if size <= SHORT else self._long
+        executor = self._short if size <= SHORT else self._long
+        if compiles:
+            executor = self._compiling
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError(CLOSED)

@@ -70,12 +70,12 @@ class ServedRequest:
         since = sequence.resident_since
         first = self.first_token_at
         return RequestRecord(
-            finish_reason,  # type: ignore[arg-type]
-            sequence.prompt_length,
-            sequence.stats.num_emitted_tokens,
-            None if since is None else since - self._arrived,
-            None if first is None else first - self._arrived,
-            monotonic() - self._arrived,
+            finish_reason=finish_reason,  # type: ignore[arg-type]
+            num_prompt_tokens=sequence.prompt_length,
+            num_emitted_tokens=sequence.stats.num_emitted_tokens,
+            queue_seconds=None if since is None else since - self._arrived,
+            first_token_seconds=None if first is None else first - self._arrived,
+            seconds=monotonic() - self._arrived,
         )
 
 

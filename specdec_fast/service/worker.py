@@ -127,13 +127,13 @@ class Worker:
         kv_usage = 0.0 if pool is None else 1 - pool.num_free_pages / pool.num_pages
         num_waiting = max(0, len(self._live) - num_running)
         return ServiceStats(
-            num_running,
-            num_waiting,
-            kv_usage,
-            totals.num_prompt_tokens,
-            totals.num_cached_tokens,
-            totals.num_preemptions,
-            totals.decoding,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_usage=kv_usage,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_cached_tokens=totals.num_cached_tokens,
+            num_preemptions=totals.num_preemptions,
+            decoding=totals.decoding,
         )
 
     def close(self) -> None:
@@ -164,16 +164,17 @@ class Worker:
         taken = []
         now = monotonic()
         with self._lock:
+            served = self._served
             for output in outputs:
                 is_last = output.finish_reason is not None
-                served = self._served
                 request = served.pop(output.request, None) if is_last else served.get(output.request)
-                if request is not None:
-                    taken.append((request, output))
-                    if request.first_token_at is None and output.token_ids:
-                        request.first_token_at = now
-                    if is_last:
-                        self._ended.add(output.request)
+                if request is None:
+                    continue
+                taken.append((request, output))
+                if request.first_token_at is None and output.token_ids:
+                    request.first_token_at = now
+                if is_last:
+                    self._ended.add(output.request)
         return taken
 
     def _record(self, request: ServedRequest, finish_reason: str) -> None:
@@ -223,8 +224,12 @@ class Worker:
             late = []
             to_come = [float("inf")]
             for request in self._served.values():
-                if request.deadline is not None and request.error is None:
-                    late.append(request) if request.deadline <= now else to_come.append(request.deadline)
+                if request.deadline is None or request.error is not None:
+                    continue
+                if request.deadline <= now:
+                    late.append(request)
+                else:
+                    to_come.append(request.deadline)
             self._next_deadline = min(to_come)
         if late:
             self.end(late, DeadlineExceededError("the request has not ended within its timeout; its tokens are kept."))

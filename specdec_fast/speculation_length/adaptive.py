@@ -37,7 +37,7 @@ class _Size:
     is_race: bool = False
     left: int = 0  # steps that the block still has
     steps: list[CountedStep] = field(default_factory=list)  # of the block
-    course: Iterator[int] = field(default_factory=lambda: iter(()))  # yields the length of block after block
+    blocks: Iterator[int] = field(default_factory=lambda: iter(()))  # yields the number of steps of block after block
 
 
 class AdaptiveLength(LengthPolicy):
@@ -115,15 +115,15 @@ class AdaptiveLength(LengthPolicy):
 
     def _begin_block(self, size: _Size, batch: list[Sequence]) -> None:
         self._batch = batch
-        size.left = next(size.course, 0)
+        size.left = next(size.blocks, 0)
         if not size.left:  # at first, or if an exception ended it
-            size.course = self._course(size)
-            size.left = next(size.course)
+            size.blocks = self._blocks(size)
+            size.left = next(size.blocks)
         self._batch = []
         size.steps = []
 
-    def _course(self, size: _Size) -> Iterator[int]:
-        """Yield the lengths of blocks of ``size.arm``; what a block did is known when the next is begun."""
+    def _blocks(self, size: _Size) -> Iterator[int]:
+        """Yield the numbers of steps of blocks of ``size.arm``; what a block did is known when the next is begun."""
         while True:
             if size.credit >= 0:
                 size.num_rivals = 0

@@ -121,9 +121,9 @@ def test_sequences_at_their_end_draft_in_the_graph_of_the_others(pair, max_posit
     without_graph = []
     draft = EagerRunner.draft
 
-    def note(self, pool, rows, token_ids, num_draft_tokens, vocab_size, joint=None):
-        without_graph.append(num_draft_tokens)
-        return draft(self, pool, rows, token_ids, num_draft_tokens, vocab_size, joint)
+    def note(self, pool, plan):
+        without_graph.append(plan.num_draft_tokens)
+        return draft(self, pool, plan)
 
     monkeypatch.setattr(EagerRunner, "draft", note)
     outputs = []

@@ -13,11 +13,14 @@ import specdec_fast as sd
 from specdec_fast.engine.core import EngineCore
 from specdec_fast.engine.input import RequestBuilder
 from specdec_fast.errors import InvalidLogitsError, StepError
+from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops.registry import all_ops
+from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner import verification
 from support.grids import grid
 from support.hybrid_programs import tiny_hybrid
 from support.models import VOCAB_SIZE
+from support.recording_drafter import hidden_states_of_text
 from support.repeated import waits
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12], [40, 3, 3, 8]]
@@ -245,6 +248,26 @@ def test_another_error_ends_the_requests_after_the_tokens_before_it(hugging_face
     core.drop_failed(raised.value)
     assert isinstance(request.error, StepError)
     assert core.pool.is_vacant
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@torch.inference_mode()
+def test_a_following_step_has_hidden_states_of_its_own_rows(model, eager):
+    """Those of prompts were rows of the step before, and their sequences do not have its tokens yet."""
+    model.use_taps((1, "final"))
+    if eager:
+        model.use_these_graphs(None)
+    pool = PagePool(model.layout, 64, 4, model.row_padding)
+    sequences = [Sequence(i, list(PROMPTS[i]), len(PROMPTS[i]), 20, GREEDY[0], frozenset()) for i in range(2)]
+    for sequence in sequences:
+        pool.add(sequence)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    first = model.verify_step(pool, sequences, none, [0, 0])
+    following = model.verify_step(pool, sequences, none, [0, 0], unread=first.next_tokens)
+    assert len(first.prompt_hidden_states) == len(PROMPTS[0]) - 1
+    texts = [[*prompt, *emitted] for prompt, emitted in zip(PROMPTS, first.outcome().emissions, strict=False)]
+    expected = torch.stack([hidden_states_of_text(model, text)[-1] for text in texts])
+    assert torch.equal(following.hidden_states, expected)
 
 
 @pytest.mark.parametrize("name", grid(["qwen3_5", "mamba"], keep=["qwen3_5"]))

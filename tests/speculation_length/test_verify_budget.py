@@ -68,7 +68,7 @@ def test_auto_reaches_the_best_of_chains_trees_and_nothing(name, batch_size):
 class Trees(AdaptiveLength):
     """The policy with trees of depth 2, whatever they take."""
 
-    def _course(self, size):
+    def _blocks(self, size):
         size.arm = self.max_draft_tokens + 2
         while True:
             yield 64

@@ -72,17 +72,19 @@ class DFlashDrafter(TappedDrafter):
         itemsize = self.model.layout.dtype.itemsize
         drafted = num_sequences * min(num_draft_tokens, model.config.most_draft_tokens)
         rows = max(prefill_rows or MAX_PREFILL_ROWS, drafted + num_sequences)
-        copies = 3 if model.config.softcap is not None else 2 if model.config.output_scale != 1 else 1
+        copies = 1
+        if model.config.softcap is not None:
+            copies = 3
+        elif model.config.output_scale != 1:
+            copies = 2
         widths = copies * model.config.draft_vocab_size + (0 if model.target_ids is None else model.vocab_size)
         return rows * model.row_bytes + self._kept_bytes(num_sequences, rows) + drafted * widths * itemsize
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
         most = self.model.config.most_draft_tokens
-        counts = [min(n, most) if self._is_complete(s) else 0 for s, n in zip(sequences, limits, strict=True)]
+        counts = [min(limit, most) for limit in limits]
         drafting = {sequence: count for sequence, count in zip(sequences, counts, strict=True) if count}
-        if not drafting:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), counts)
         self._catch_up(list(drafting))
         tokens, scores = self._chains(list(drafting), list(drafting.values()))
         return Draft(tokens, counts, scores=scores)

@@ -38,8 +38,14 @@ def new_dflash(target: PreTrainedModel, size: DrafterSize, block: BlockSize, mas
 def save_dflash(module: DFlashModule, folder: Path, target: PreTrainedModel, taps: tuple[int, ...]) -> None:
     """Write a checkpoint in the format of z-lab and SGLang; ``taps`` are those of ``DrafterSize``."""
     head = module.markov_head
-    markov = {} if head is None else {"markov_rank": head.markov_w1.embedding_dim, "markov_head_type": "vanilla"}
-    markov |= {} if head is None else {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    markov = {}
+    if head is not None:
+        markov = {
+            "markov_rank": head.markov_w1.embedding_dim,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
     config = {
         "architectures": ["DFlashDraftModel" if head is None else "DSparkDraftModel"],
         "model_type": "qwen3",

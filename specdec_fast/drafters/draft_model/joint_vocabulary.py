@@ -76,8 +76,13 @@ def join_vocabularies(
         num_target_ids,
     )
     num_text = sum(token in draft.bytes_by_id for token in rest)
-    shares = num_common / max(1, len(of_draft)), num_common / max(1, len(of_target))
-    return JointVocabulary(ids, draft_of_target, num_target_ids + num_text, *shares)
+    return JointVocabulary(
+        ids=ids,
+        draft_of_target=draft_of_target,
+        num_choosable=num_target_ids + num_text,
+        share_of_draft=num_common / max(1, len(of_draft)),
+        share_of_target=num_common / max(1, len(of_target)),
+    )
 
 
 def _common_specials(target: TextTokens, draft: TextTokens) -> dict[int, int]:

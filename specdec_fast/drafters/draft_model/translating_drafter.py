@@ -21,6 +21,7 @@ from specdec_fast.drafters.draft_model.text_tokens import TextTokens
 from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.token_bytes import complete
+from specdec_fast.runner.drafting import DraftPlan
 from specdec_fast.runner.model_memory import logits_bytes
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -157,7 +158,8 @@ class TranslatingDrafter(ModelDrafter):
         token_ids = [token for s, start in zip(members, starts, strict=True) for token in self._tokens(s)[start:]]
         by_token = self.translation == "tokens" or any(sequence.masks is not None for sequence in members)
         most = self._joint.ids.num_target_ids if by_token else self._joint.num_choosable
-        return self.model.draft_behind(self._pool(), rows, token_ids, list(drafting.values()), most, self._joint.ids)
+        plan = DraftPlan(rows, token_ids, list(drafting.values()), most, self._joint.ids)
+        return self.model.draft(self._pool(), plan)
 
     def _translated(self, sequence: Sequence) -> list[int]:
         """Return the target's tokens of what was drafted, up to one without text, unless the target has it, too.

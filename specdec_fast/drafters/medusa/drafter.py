@@ -53,7 +53,7 @@ class MedusaDrafter(HeadsDrafter):
         self._target_ids = _checked_ids(weights, target, folder)
         self._heads = tuple(_placed(head, target) for head in weights.heads)
         self._ops = target.ops
-        self._unchecked = target.ops.unchecked or target.ops
+        self._unchecked = target.ops.without_checks
         self._vocab_size = target.vocab_size
         self._hidden_size = target.hf.config.hidden_size
         self._device = context.device
@@ -62,7 +62,7 @@ class MedusaDrafter(HeadsDrafter):
         choices = self._choices(wanted if isinstance(wanted, int) else _DEFAULT_NODES)
         self._set_tree(context, choices, len(self._heads), len(weights.heads[0].output))
         self._places = [sum(self.tree.num_ranks[:depth]) for depth in range(len(self.tree.num_ranks))]
-        self._hidden: dict[Sequence, tuple[int, Tensor]] = {}  # the newest hidden state [H], and its position
+        self._hidden: dict[Sequence, Tensor] = {}  # the one that chose the newest token, [H]
 
     @property
     def name(self) -> str:
@@ -96,23 +96,19 @@ class MedusaDrafter(HeadsDrafter):
         end = 0
         for sequence, computed in zip(sequences, positions, strict=True):
             end += len(computed)
-            self._hidden[sequence] = (computed[-1], features[end - 1, 0].clone())
+            self._hidden[sequence] = features[end - 1, 0].clone()
 
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         if sequences and result.hidden_states is not None:
             rows = to_device([accepted[-1] for accepted in result.accepted_rows], self._device)
             newest = result.hidden_states[rows, 0]  # a copy
-            for sequence, hidden in zip(sequences, newest, strict=True):
-                self._hidden[sequence] = (sequence.length - 2, hidden)
+            self._hidden |= zip(sequences, newest, strict=True)
 
     def release(self, sequence: Sequence) -> None:
         self._hidden.pop(sequence, None)
 
-    def _is_complete(self, sequence: Sequence) -> bool:
-        return sequence in self._hidden and self._hidden[sequence][0] == sequence.length - 2
-
     def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:
-        hidden = torch.stack([self._hidden[sequence][1] for sequence in sequences]).to(self._heads[0].output.dtype)
+        hidden = torch.stack([self._hidden[sequence] for sequence in sequences]).to(self._heads[0].output.dtype)
         sampling = sampling_of(sequences, self._device)
         newest = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
         columns = []

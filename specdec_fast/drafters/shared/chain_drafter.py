@@ -41,8 +41,8 @@ class ChainModel(LearnedModel, Protocol):
 class ChainDrafter(TappedDrafter):
     """Drafts a chain of K tokens: one forward over the rows with new features, then one row per further token.
 
-    On a CPU one call of a program drafts a whole step, if no sequence edits logits. On a GPU the step is
-    one graph if, besides, some sequence gets K tokens.
+    On a CPU one call of a program drafts a whole step, if no sequence edits logits. On a GPU the step is one graph if,
+    besides, some sequence gets K tokens.
 
     Attributes:
         rows: computes rows, without waiting for the device.
@@ -99,14 +99,11 @@ class ChainDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limits: list[int]) -> Draft:
-        limits = [limit if self._is_complete(s) else 0 for s, limit in zip(sequences, limits, strict=True)]
         drafting = {sequence: limit for sequence, limit in zip(sequences, limits, strict=True) if limit}
-        if not drafting:
-            return Draft(torch.empty(0, dtype=torch.int64, device="cpu"), limits)
         most = max(self._most_rows, sum(drafting.values()) + len(drafting))
         if sum(map(self.num_queued, drafting)) > most:
             self._catch_up(list(drafting))
-        return Draft(self._chains(drafting), limits)
+        return Draft(self._chains(drafting), list(limits))
 
     def _chains(self, drafting: dict[Sequence, int]) -> Tensor:
         """Return the draft tokens ``[sum(limits)]``, sequence after sequence."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
+from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
 from specdec_fast.drafters.shared.ranked import drawn_ranks
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import FINAL
@@ -51,17 +51,11 @@ class HeadsDrafter(TreeDrafter):
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
         # As many heads run as the deepest tree has levels, each once for all sequences.
-        chosen = [i for i, sequence in enumerate(sequences) if limits[i] and self._is_complete(sequence)]
-        if not chosen:
-            return draft_of_trees([None] * len(sequences), self._device)
-        depth = min(max(limits[i] for i in chosen), len(self.tree.num_ranks))
+        chosen = [i for i, limit in enumerate(limits) if limit]
+        depth = min(max(limits), len(self.tree.num_ranks))
         tokens = self._ranked([sequences[i] for i in chosen], depth)
         picked = {i: self._picked(min(limits[i], depth), node_limits[i]) for i in chosen}
         return _picked_draft(tokens, picked, len(sequences))
-
-    @abstractmethod
-    def _is_complete(self, sequence: Sequence) -> bool:
-        """Return whether the hidden state that chose the newest token is known."""
 
     @abstractmethod
     def _ranked(self, sequences: list[Sequence], depth: int) -> Tensor:

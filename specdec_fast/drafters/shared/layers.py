@@ -87,7 +87,7 @@ class LayeredModel(Weights):
         self.target_ids = None if ids is None else ids.to(device)
         kv_heads = layer.num_key_value_heads
         self.layout = KVLayout.uniform(len(config.sliding_windows), kv_heads, layer.head_dim, dtype, device)
-        self._ops = target.ops.unchecked or target.ops
+        self._ops = target.ops.without_checks
         self._head_dim = layer.head_dim
         self._sizes = [heads * layer.head_dim for heads in (layer.num_attention_heads, kv_heads, kv_heads)]
         self._epsilon = layer.rms_norm_eps

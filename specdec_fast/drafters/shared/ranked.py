@@ -110,7 +110,7 @@ class TokenRanker:
         draft_ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
         ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, previous, draft_ids)
         temperatures = sampling.temperatures[:, None]
-        noise = gumbel((self._ops.unchecked or self._ops).noise_words(ids, sampling.seeds, sampling.positions))
+        noise = gumbel(self._ops.without_checks.noise_words(ids, sampling.seeds, sampling.positions))
         drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
         log_probs = torch.where(temperatures > 0, drawn, values / GREEDY_TEMPERATURE - total)
         return ids, log_probs.masked_fill(~has_ranks, float("-inf"))

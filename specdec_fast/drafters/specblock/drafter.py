@@ -134,10 +134,8 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
     @torch.inference_mode()
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
-        chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
-        trees = {i: self._new_tree(limits[i], node_limits[i]) for i in chosen}
-        if chosen:
-            self._first_call([sequences[i] for i in chosen], list(trees.values()))
+        trees = {i: self._new_tree(limit, node_limits[i]) for i, limit in enumerate(limits) if limit}
+        self._first_call([sequences[i] for i in trees], list(trees.values()))
         return draft_of_trees([trees[i].nodes() if i in trees else None for i in range(len(sequences))], self._device)
 
     def _new_tree(self, limit: int, node_limit: int) -> BlockTree:

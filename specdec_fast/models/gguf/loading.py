@@ -42,8 +42,8 @@ def load_gguf(file: GGUFFile, dtype: torch.dtype | None, device: torch.device) -
             are floats, else bf16.
         device: of the model; the meta device reads the header alone, and gives a model of the same sizes.
 
-    Raises ConfigError if the file is of an architecture that is not served, lacks tensors, or has ones
-    that are unknown, have other shapes than its metadata says, or scales that are not finite.
+    Raises ConfigError if the file is of an architecture that is not served, lacks tensors, or has ones that are
+    unknown, have other shapes than its metadata says, or scales that are not finite.
     """
     config = model_config(file)
     with torch.device("meta"):

@@ -242,8 +242,10 @@ class Program(ForwardProgram):
 
 
 def _packed_linear_bytes(num_rows: int, weight: PackedWeight, num_threads: int) -> int:
-    sizes = (num_rows, weight.in_features, weight.block_size)
-    return int(_C.quantized_linear_bytes(*sizes, weight.rounds_rows, num_threads))
+    num_bytes = _C.quantized_linear_bytes(
+        num_rows, weight.in_features, weight.block_size, weight.rounds_rows, num_threads
+    )
+    return int(num_bytes)
 
 
 def _forward(

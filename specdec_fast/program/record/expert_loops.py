@@ -212,10 +212,18 @@ class _Repeated:
         sizes = self._count, *step.weight.shape
         weight = step.weight.as_strided(sizes, (out_features * in_features, *step.weight.stride()))
         bias = None if step.bias is None else step.bias.as_strided((self._count, out_features), (out_features, 1))
-        places = (source, step.offset, self._num_choices if stride else 1, self._chosen.buffer, self._chosen.offset)
-        self._tape.instructions.append(
-            GroupedLinear(*places, self._num_choices, weight, bias, self._placed(step.out)[0])
+        of_all = GroupedLinear(
+            source=source,
+            offset=step.offset,
+            num_vectors=self._num_choices if stride else 1,
+            experts=self._chosen.buffer,
+            experts_offset=self._chosen.offset,
+            choices=self._num_choices,
+            weight=weight,
+            bias=bias,
+            out=self._placed(step.out)[0],
         )
+        self._tape.instructions.append(of_all)
 
 
 def _continues(first_expert: int, first: _Visit, visit: _Visit, expert: int) -> bool:
@@ -254,7 +262,11 @@ def _is_same(one: Instruction, first: _Visit, other: Instruction, visit: _Visit,
 
 def _key(operand: Operand, visit: _Visit) -> tuple[Any, ...]:
     source = operand.source
-    known = None if isinstance(source, Tensor) else _relative(source, visit) if isinstance(source, int) else source
+    known: int | float | None = None
+    if isinstance(source, int):
+        known = _relative(source, visit)
+    elif not isinstance(source, Tensor):
+        known = source
     return (type(source), known, operand.dtype, operand.offset, operand.strides, operand.length)
 
 

@@ -107,7 +107,10 @@ def _deviation(
     """Record ``sum((x - mean(x))^2) / (n - correction)``, or its square root, as its parts in fp32, rounded once."""
     correction = 1 if correction is None else correction
     view, order = _columns_of(tape, "a deviation", source, axes)
-    wide = lambda sizes: tape.fresh(view.domain, view.axis, sizes, torch.float32)  # noqa: E731
+
+    def wide(sizes: tuple[int, ...]) -> RowView:
+        return tape.fresh(view.domain, view.axis, sizes, torch.float32)
+
     sizes = (*view.sizes[:-1], 1)
     mean = wide(sizes)
     distances = wide(view.sizes)
@@ -176,8 +179,15 @@ def _rms_norm(
     if len(shape) != 1:
         raise NotLowerableError("an RMS norm over several axes")
     view = tape.row_view(source)
-    wide = lambda sizes: tape.fresh(view.domain, view.axis, sizes, torch.float32)  # noqa: E731
-    squares, mean, shifted, scale = (wide(s) for s in (view.sizes, *3 * [(*view.sizes[:-1], 1)]))
+
+    def wide(sizes: tuple[int, ...]) -> RowView:
+        return tape.fresh(view.domain, view.axis, sizes, torch.float32)
+
+    sizes = (*view.sizes[:-1], 1)
+    squares = wide(view.sizes)
+    mean = wide(sizes)
+    shifted = wide(sizes)
+    scale = wide(sizes)
     tape.row_op("square", [view], squares)
     tape.row_op("mean", [squares], mean)
     tape.row_op("add", [mean, torch.finfo(source.dtype).eps if eps is None else eps], shifted)

@@ -23,7 +23,9 @@ def kept(constant: Tensor) -> Tensor:
 
 def sizes_of(value: RowView | Tensor | float, rank: int) -> tuple[int, ...]:
     """Return the sizes of ``rank`` axes, the first of which are 1; a number has no axes of its own."""
-    shape = tuple(value.shape) if isinstance(value, Tensor) else () if isinstance(value, float) else value.sizes
+    if isinstance(value, float):
+        return (1,) * rank
+    shape = tuple(value.shape) if isinstance(value, Tensor) else value.sizes
     return (1,) * (rank - len(shape)) + shape
 
 

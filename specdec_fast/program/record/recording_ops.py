@@ -20,7 +20,7 @@ def recording_ops(recorder: Recorder, ops: Ops, pool: PagePool, batch: RaggedBat
 
     The forward may use the pages of ``pool``, and no other layout than ``batch``'s: the program's caller lays out rows.
     """
-    calls = _RecordedCalls(recorder, ops.unchecked or ops, pool, batch)
+    calls = _RecordedCalls(recorder, ops.without_checks, pool, batch)
     return calls.ops.replaced(
         append_kv_=calls.append_kv_,
         paged_attention=calls.paged_attention,

@@ -24,9 +24,17 @@ def convolve(
     """Record ``conv_rows_`` of ``[T, channels]`` with the state of a forward's recurrent call ``call``."""
     source = _heads(tape, rows, rows.dtype)
     out = tape.fresh_like(result, 0, ROWS)
-    weights = _constant(tape, weight), _constant(tape, bias)
-    place = (source.buffer, source.offset)
-    tape.instructions.append(Convolve(call, rows.dtype, *place, *weights, activation, out.buffer))  # type: ignore[arg-type]
+    step = Convolve(
+        state=call,
+        dtype=rows.dtype,
+        source=source.buffer,
+        offset=source.offset,
+        weight=_constant(tape, weight),
+        bias=None if bias is None else _constant(tape, bias),
+        activation=activation,
+        out=out.buffer,
+    )
+    tape.instructions.append(step)
     tape.bind(result, out)
 
 
@@ -42,16 +50,28 @@ def attend_linearly(  # noqa: PLR0913, PLR0917  # the arguments of the op
     result: Tensor,
 ) -> None:
     """Record ``linear_attention_rows_`` with the state of a forward's recurrent call ``call``."""
+    num_key_heads, key_dim = key.shape[1:]
+    num_value_heads, value_dim = value.shape[1:]
     query_heads, key_heads, value_heads = (_heads(tape, each, value.dtype) for each in (query, key, value))
     decays = _heads(tape, log_decay, torch.float32)
     betas = None if beta is None else _heads(tape, beta, torch.float32)
     out = tape.fresh_like(result, 0, ROWS)
-    shape = (*key.shape[1:], *value.shape[1:])
-    num_key_heads, key_dim, num_value_heads, value_dim = shape
-    rule = (params.scale, params.delta_rule, params.l2norm_eps, _constant(tape, params.skip))
-    sizes = (num_key_heads, num_value_heads, key_dim, value_dim)
-    heads = (query_heads, key_heads, value_heads, decays, betas)
-    step = AttendLinearly(call, value.dtype, *heads, sizes, log_decay.dim() == 3, *rule, out.buffer)
+    step = AttendLinearly(
+        state=call,
+        dtype=value.dtype,
+        query=query_heads,
+        key=key_heads,
+        value=value_heads,
+        log_decay=decays,
+        beta=betas,
+        shape=(num_key_heads, num_value_heads, key_dim, value_dim),
+        decays_per_channel=log_decay.dim() == 3,
+        scale=params.scale,
+        delta_rule=params.delta_rule,
+        l2norm_eps=params.l2norm_eps,
+        skip=None if params.skip is None else _constant(tape, params.skip),
+        out=out.buffer,
+    )
     tape.instructions.append(step)
     tape.bind(result, out)
 
@@ -68,13 +88,25 @@ def scan(  # noqa: PLR0913, PLR0917  # the arguments of the op
     result: Tensor,
 ) -> None:
     """Record ``selective_scan_rows_`` with the state of a forward's recurrent call ``call``."""
-    places = (_heads(tape, x, x.dtype), _heads(tape, dt, torch.float32))
-    groups = (_heads(tape, B, x.dtype), _heads(tape, C, x.dtype))
-    out = tape.fresh_like(result, 0, ROWS)
     if tape.value(A) is not None:
         raise NotLowerableError("a state matrix A that is computed from the batch")
-    constants = (kept(A), _constant(tape, skip))
-    tape.instructions.append(Scan(call, x.dtype, *places, *groups, B.shape[1], *constants, out.buffer))
+    x_heads = _heads(tape, x, x.dtype)
+    dt_heads = _heads(tape, dt, torch.float32)
+    B_heads, C_heads = (_heads(tape, each, x.dtype) for each in (B, C))
+    out = tape.fresh_like(result, 0, ROWS)
+    step = Scan(
+        state=call,
+        dtype=x.dtype,
+        x=x_heads,
+        dt=dt_heads,
+        B=B_heads,
+        C=C_heads,
+        num_groups=B.shape[1],
+        A=kept(A),
+        skip=None if skip is None else _constant(tape, skip),
+        out=out.buffer,
+    )
+    tape.instructions.append(step)
     tape.bind(result, out)
 
 
@@ -93,9 +125,7 @@ def _heads(tape: Tape, tensor: Tensor, dtype: torch.dtype) -> Heads:
     return Heads(view.buffer, view.offset, view.strides[1] if view.sizes[1] != 1 else 0)
 
 
-def _constant(tape: Tape, tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
+def _constant(tape: Tape, tensor: Tensor) -> Tensor:
     if tape.value(tensor) is not None or not tensor.is_contiguous():
         raise NotLowerableError("weights of a recurrent layer that are computed from the batch, or not contiguous")
     return kept(tensor)

@@ -68,8 +68,9 @@ class RowView:
         added = len(sizes) - len(self.sizes)
         if axis - added != self.axis:
             raise NotLowerableError("an expand moves the rows")
-        old = ((1,) * added + self.sizes, (0,) * added + self.strides)
-        strides = tuple(0 if was == 1 else stride for was, stride in zip(*old, strict=True))
+        old_sizes = (1,) * added + self.sizes
+        old_strides = (0,) * added + self.strides
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(old_sizes, old_strides, strict=True))
         return replace(self, axis=axis, sizes=sizes, strides=strides)
 
     def viewed(self, axis: int, sizes: tuple[int, ...]) -> RowView | None:

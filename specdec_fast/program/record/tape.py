@@ -195,8 +195,8 @@ class Tape:
         if not view.is_dense or (num_vectors > 1 and view.size != self.buffers[view.buffer].size):
             view = self.copied(view)
         out = self.fresh_like(result, view.axis, view.domain)
-        weights = kept(weight), None if bias is None else kept(bias)
-        self.instructions.append(Linear(view.buffer, view.offset, num_vectors, *weights, out.buffer))
+        bias = None if bias is None else kept(bias)
+        self.instructions.append(Linear(view.buffer, view.offset, num_vectors, kept(weight), bias, out.buffer))
         self.bind(result, out)
 
     def quantized_linear(self, view: RowView, weight: PackedWeight, bias: Tensor | None, result: Tensor) -> None:
@@ -208,8 +208,8 @@ class Tape:
             view = self.copied(view)
         out = self.fresh_like(result, view.axis, view.domain)
         bias = None if bias is None else kept(bias)
-        source = (view.buffer, view.offset, num_vectors, view.dtype)
-        self.instructions.append(PackedLinear(*source, weight, bias, out.buffer))
+        step = PackedLinear(view.buffer, view.offset, num_vectors, view.dtype, weight, bias, out.buffer)
+        self.instructions.append(step)
         self.bind(result, out)
 
     def grouped_linear(
@@ -224,9 +224,18 @@ class Tape:
             raise NotLowerableError("experts with weights that are not plain, or of another dtype")
         view, chosen = (each if each.is_dense else self.copied(each) for each in (view, chosen))
         out = self.fresh_like(result, 0, view.domain)
-        weights = kept(weight), None if bias is None else kept(bias)
-        places = (view.buffer, view.offset, view.sizes[1], chosen.buffer, chosen.offset, chosen.sizes[1])
-        self.instructions.append(GroupedLinear(*places, *weights, out.buffer))
+        step = GroupedLinear(
+            source=view.buffer,
+            offset=view.offset,
+            num_vectors=view.sizes[1],
+            experts=chosen.buffer,
+            experts_offset=chosen.offset,
+            choices=chosen.sizes[1],
+            weight=kept(weight),
+            bias=None if bias is None else kept(bias),
+            out=out.buffer,
+        )
+        self.instructions.append(step)
         self.bind(result, out)
 
     def grouped_quantized_linear(
@@ -240,9 +249,19 @@ class Tape:
             raise NotLowerableError("quantised experts with a bias that is not plain, or of another dtype")
         view, chosen = (each if each.is_dense else self.copied(each) for each in (view, chosen))
         out = self.fresh_like(result, 0, view.domain)
-        places = (view.buffer, view.offset, view.sizes[1], chosen.buffer, chosen.offset, chosen.sizes[1])
-        bias = None if bias is None else kept(bias)
-        self.instructions.append(GroupedPackedLinear(*places, view.dtype, weight, bias, out.buffer))
+        step = GroupedPackedLinear(
+            source=view.buffer,
+            offset=view.offset,
+            num_vectors=view.sizes[1],
+            experts=chosen.buffer,
+            experts_offset=chosen.offset,
+            choices=chosen.sizes[1],
+            dtype=view.dtype,
+            weight=weight,
+            bias=None if bias is None else kept(bias),
+            out=out.buffer,
+        )
+        self.instructions.append(step)
         self.bind(result, out)
 
     def gather(self, view: RowView, result: Tensor) -> None:
@@ -274,9 +293,18 @@ class Tape:
         """Record attention, from ``[T, num_heads, key_head_dim]`` queries to ``[T, num_heads, value_head_dim]``."""
         heads = self._heads(query)
         out = self.fresh_like(result, 0, ROWS)
-        sinks = None if params.sinks is None else self._constant(params.sinks)
-        rule = (params.scale, params.sliding_window, params.softcap, sinks, params.attention_chunk)
-        self.instructions.append(Attend(layer, query.shape[1], heads, out.buffer, *rule))
+        step = Attend(
+            layer=layer,
+            num_heads=query.shape[1],
+            query=heads,
+            out=out.buffer,
+            scale=params.scale,
+            sliding_window=params.sliding_window,
+            softcap=params.softcap,
+            sinks=None if params.sinks is None else self._constant(params.sinks),
+            attention_chunk=params.attention_chunk,
+        )
+        self.instructions.append(step)
         self.bind(result, out)
 
     def _constant(self, tensor: Tensor) -> Tensor:

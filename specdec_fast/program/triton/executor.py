@@ -82,7 +82,7 @@ class TritonProgram:
 
     def __init__(self, plan: Plan, ops: Ops) -> None:
         self._plan = plan
-        self._ops = ops if ops.unchecked is None else ops.unchecked
+        self._ops = ops.without_checks
         self._dtypes = dtypes_of(plan)
         launches = kernels_of(plan)
         self._logits = next(b for b, placed in enumerate(plan.buffers) if placed.place == LOGITS and b in self._dtypes)

@@ -117,7 +117,10 @@ class Values(RowCode):
         """Return what an operation needs to know of each vector: its sum, or two numbers."""
         length = step.inputs[0].length
         numbers, wide, axis = self.vector(number, step.inputs[0], outer)
-        reduce = lambda value, how: self.over(axis, how, value, wide)  # noqa: E731
+
+        def reduce(value: Expression, how: str) -> Expression:
+            return self.over(axis, how, value, wide)
+
         if step.code == "softmax":
             largest = reduce(numbers, "max")
             return [largest, reduce(self.combined("exp_of({0} - {1})", [numbers, largest]), "sum")]

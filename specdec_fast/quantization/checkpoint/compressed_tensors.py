@@ -190,8 +190,10 @@ def _read_group(group: Fields, layout: str) -> CompressedTensorsFormat:
         raise weights.fault("symmetric", "true for weights of fp8")
     size = weights.group_size("group_size", -1)
     block = None if size is None else (1, size)
-    without_name = "tensor" if weights.raw("group_size", None) is None else "channel" if size is None else "group"
-    strategy = weights.choice("strategy", _STRATEGIES[layout], without_name)
+    unnamed = "channel" if size is None else "group"
+    if weights.raw("group_size", None) is None:
+        unnamed = "tensor"
+    strategy = weights.choice("strategy", _STRATEGIES[layout], unnamed)
     if (strategy == "group") != (size is not None):
         raise weights.fault("group_size", f"a multiple of 16 for strategy 'group', null otherwise, not {strategy!r}")
     if strategy == "block":

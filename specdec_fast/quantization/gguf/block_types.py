@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec_fast.quantization.packed_weight import (
     INT8,
     OF_GROUPS,
+    OF_PANELS,
     PANEL,
     TABLE,
     PackedWeight,
@@ -84,10 +85,9 @@ def packed(raw: Tensor, block_type: BlockType, rounds_rows: bool = False) -> Pac
         part = _packed_slice(raw[rows], block_type, rounds_rows)
         if whole is None:
             whole = _empty(part, len(raw))
-        for tensor, values in zip(whole.tensors, part.tensors, strict=True):
-            if values is not part.table:
-                first = rows.start // PANEL
-                tensor[first : first + len(values)] = values
+        first = rows.start // PANEL
+        for tensor, values in zip(whole.of_panels, part.of_panels, strict=True):
+            tensor[first : first + len(values)] = values
     assert whole is not None
     return whole
 
@@ -123,8 +123,7 @@ def _packed_slice(raw: Tensor, block_type: BlockType, rounds_rows: bool) -> Pack
         if numbers is not None and not numbers.is_meta and not torch.isfinite(numbers).all():
             raise ValueError(f"it has {'minima' if name.endswith('mins') else 'scales'} that are not finite")
     codes, scales, mins, super_scales, super_mins = (
-        None if each is None else each.reshape(len(raw), -1)
-        for each in (blocks.codes, *(getattr(blocks, name) for name in OF_GROUPS))
+        None if each is None else each.reshape(len(raw), -1) for each in (getattr(blocks, name) for name in OF_PANELS)
     )
     assert codes is not None
     assert scales is not None

@@ -15,7 +15,6 @@ from specdec_fast.drafters import DrafterContext
 from specdec_fast.drafters.specblock.drafter import SpecBlockDrafter
 from specdec_fast.ops.registry import all_ops
 from specdec_fast.ops.sampling import gumbel_noise
-from specdec_fast.request.sequence import Sequence
 from specdec_fast.trees.rows import rows_of_trees
 from support.models import VOCAB_SIZE
 from support.simulated_engine import features_of
@@ -245,15 +244,3 @@ def test_blocks_do_not_see_one_another(tmp_path, target, model, enforce_eager):
     changed = Blocks(tmp_path, target, model, enforce_eager)
     changed.true[-1] += 1.0  # what the blocks behind are made of, and nothing else
     assert torch.equal(blocks.run(range(4)), blocks.true[:4]), "a block sees blocks of later positions"
-
-
-def test_a_sequence_without_all_its_features_gets_no_draft(tmp_path, target, model):
-    write_checkpoint(tmp_path, model)
-    drafter = SpecBlockDrafter(DrafterContext(target, EngineConfig()), str(tmp_path))
-    drafter.prepare(200, 16)
-    sequences = [Sequence(i, list(PROMPTS[3]), 9, 40, GREEDY, frozenset(), seed=i) for i in range(2)]
-    drafter.admit(sequences)
-    drafter.observe(sequences[:1], [range(8)], features_of(model, PROMPTS[3], TAPS)[:-1])
-    draft = drafter.propose_trees(sequences, [3, 3], [16, 16])
-    assert draft.num_draft_tokens[0] > 3
-    assert draft.num_draft_tokens[1] == 0

@@ -61,7 +61,7 @@ def simulated(tmp_path, model, target, mtp_case):
             own_model, expected = case.target, case.drafted
         if append is not None:
             own_target = RaggedModel(own_model, own_target.ops, enforce_eager=True)
-            unchecked = own_target.ops.unchecked or own_target.ops
+            unchecked = own_target.ops.without_checks
             own_target.ops = replace(own_target.ops, unchecked=unchecked.replaced(append_kv_=append(unchecked)))
         context = DrafterContext(own_target, EngineConfig(**config))
         drafter = make_drafter(f"{kind}:{folder}", own_target, context.config, own_target.ops, None)
@@ -158,10 +158,6 @@ def test_a_preempted_sequence_starts_again(simulated, kind, config):
     engine.step(sequences, 4)
     engine.drafter.release(sequences[1])
     engine.step([sequences[0], sequences[2]], 4)
-    engine.drafter.admit([sequences[1]])  # memory ran out: it was admitted again, but not prefilled
-    draft = engine.drafter.propose(sequences[1:], [3, 0])
-    assert draft.num_draft_tokens == [0, 0], "its features are not there yet"
-    engine.drafter.release(sequences[1])
     engine.prefill([sequences[1]])
     engine.drafter.grow(4000)
     engine.step(sequences, 4)
