@@ -86,9 +86,7 @@ class Eagle3Drafter(ChainDrafter):
     def propose_trees(self, sequences: list[Sequence], limits: list[int], node_limits: list[int]) -> Draft:
         if self._trees is None or all(most < self.max_nodes for most in node_limits if most):
             return self.propose(sequences, limits)
-        chosen = [i for i, s in enumerate(sequences) if limits[i] and self._is_complete(s)]
-        if not chosen:
-            return draft_of_trees([None] * len(sequences), self._device)
+        chosen = [i for i, limit in enumerate(limits) if limit]
         drafting = [sequences[i] for i in chosen]
         within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
         if sum(map(self.num_queued, drafting)) > self._most_rows:

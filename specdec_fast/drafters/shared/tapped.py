@@ -255,13 +255,6 @@ class TappedDrafter(PooledDrafter):
         row_bytes = len(self.taps) * self._target_size * self._kv_layout.dtype.itemsize
         return (num_sequences * _most_queued(row_bytes) + num_rows) * row_bytes
 
-    def _is_complete(self, sequence: Sequence) -> bool:
-        """Return whether the features of all positions but the newest are known, and there is one to start from."""
-        if (state := self._states.get(sequence)) is None:
-            return False
-        num_queued = self.num_queued(sequence)
-        return num_queued >= self.keeps_last and state.kv_length + num_queued == sequence.length - 1
-
     def num_queued(self, sequence: Sequence) -> int:
         """Return the number of features of a sequence whose rows are not computed yet."""
         return self._states[sequence].num_queued
