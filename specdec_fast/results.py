@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice
 from time import perf_counter
 from typing import Literal
 
@@ -178,7 +177,7 @@ class TokenScores:
     def part(self, start: int, stop: int, num_top: int) -> TokenScores:
         """Return the scores of tokens ``start`` to ``stop - 1``, with ``num_top`` of the most likely tokens each."""
         tops = self.top_logprobs[start:stop] if num_top else []
-        shorter = [dict(islice(top.items(), num_top)) for top in tops]
+        shorter = [dict(list(top.items())[:num_top]) for top in tops]  # any number, while islice expects a 64-bit one
         return TokenScores(self.logprobs[start:stop], self.ranks[start:stop], shorter)
 
 
