@@ -83,6 +83,15 @@ def test_a_schema_with_texts_has_two_masks(grammars):
     assert not masks[1].advance(control)
 
 
+@pytest.mark.parametrize("skips_special", [True, False])
+def test_a_special_token_is_refused_without_a_word(grammars, capfd, skips_special):
+    """A drafter that copies a chat's special tokens must not fill the log of a server."""
+    (mask,) = grammars.masks(asked(choice=["yes", "no"]), EOS, skips_special)
+    assert not any(mask.advance(token) for token in (*EOS, *grammars._tokenizer.all_special_ids))
+    assert mask.advance(grammars._tokenizer("yes", add_special_tokens=False).input_ids[0])
+    assert capfd.readouterr().err == ""
+
+
 @each_value_once
 @pytest.mark.parametrize("is_free", [False, True], ids=["required", "auto"])
 @pytest.mark.parametrize("name", FORMATS)
