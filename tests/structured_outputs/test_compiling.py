@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import string
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import specdec_fast as sd
 from specdec_fast.server.tool_calls.formats import FORMATS, Tool
@@ -206,6 +209,19 @@ def test_tokenizers_that_have_no_vocabulary():
 
     assert "tokenizer, a Own" in message(Grammars(Own(), 1024, EOS), regex="a")
     assert "no tokenizer is known" in message(Grammars(None, 1024, EOS), regex="a")
+
+
+def test_tokenizers_whose_texts_are_not_those_of_their_tokens():
+    """WordPiece decodes with spaces between words, so "ab1" could come out as "ab 1"."""
+    words = ["[UNK]", "[SEP]", *(mark + letter for letter in string.printable for mark in ("", "##"))]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]")
+    found = message(Grammars(tokenizer, len(tokenizer), EOS), regex="a")
+    assert "xgrammar reads tokens of the tokenizer" in found
+    assert "which it decodes to '{ \" name" in found
 
 
 def test_a_request_must_be_able_to_end(grammars):
