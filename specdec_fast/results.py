@@ -189,8 +189,8 @@ class GenerationOutput:
         index: position of the prompt in the call; outputs are returned in this order.
         prompt_ids: the prompt's token ids.
         token_ids: emitted ids, including the EOS or stop id, or the token that completed a stop string.
-        text: the emitted ids decoded without special tokens, up to the beginning of a stop string; None if no tokenizer
-            is known.
+        text: the emitted ids decoded without special tokens, up to the beginning of a stop string; where it follows a
+            grammar (``structured_outputs``), without the id that ended it; None if no tokenizer is known.
         finish_reason: ``"stop"`` (EOS, a stop id or a stop string), ``"length"`` (``max_new_tokens``, or no position
             left), or ``"error"``.
         stats: acceptance counts of this sequence.
