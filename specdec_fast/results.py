@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice
 from time import perf_counter
 from typing import Literal
 
@@ -178,7 +177,7 @@ class TokenScores:
     def part(self, start: int, stop: int, num_top: int) -> TokenScores:
         """Return the scores of tokens ``start`` to ``stop - 1``, with ``num_top`` of the most likely tokens each."""
         tops = self.top_logprobs[start:stop] if num_top else []
-        shorter = [dict(islice(top.items(), num_top)) for top in tops]
+        shorter = [dict(list(top.items())[:num_top]) for top in tops]  # any number, while islice expects a 64-bit one
         return TokenScores(self.logprobs[start:stop], self.ranks[start:stop], shorter)
 
 
@@ -190,8 +189,8 @@ class GenerationOutput:
         index: position of the prompt in the call; outputs are returned in this order.
         prompt_ids: the prompt's token ids.
         token_ids: emitted ids, including the EOS or stop id, or the token that completed a stop string.
-        text: the emitted ids decoded without special tokens, up to the beginning of a stop string; None if no tokenizer
-            is known.
+        text: the emitted ids decoded without special tokens, up to the beginning of a stop string; where it follows a
+            grammar (``structured_outputs``), without the id that ended it; None if no tokenizer is known.
         finish_reason: ``"stop"`` (EOS, a stop id or a stop string), ``"length"`` (``max_new_tokens``, or no position
             left), or ``"error"``.
         stats: acceptance counts of this sequence.

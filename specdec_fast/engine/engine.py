@@ -50,6 +50,7 @@ from specdec_fast.sampling_params import scoring_params
 from specdec_fast.schedulers import make_scheduler
 from specdec_fast.speculation_length import Profiler, make_length_policy
 from specdec_fast.structured_outputs.compiling import Grammars
+from specdec_fast.torch_autocast import without_autocast
 
 _AHEAD = 2  # times the sequences that may be resident, for which `as_completed` has encoded prompts
 
@@ -86,6 +87,7 @@ class Engine:
 
     _load_sharded = staticmethod(load_sharded)  # a check on one GPU replaces it
 
+    @without_autocast
     def __init__(
         self,
         target: str | PathLike[str] | PreTrainedModel,
@@ -305,6 +307,7 @@ class Engine:
         """
         self.core.prefixes.is_stale = True
 
+    @without_autocast
     def sync_weights(self) -> None:
         """Take notice that the weights of the target have been updated in place, as by an optimizer.
 

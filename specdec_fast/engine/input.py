@@ -17,7 +17,7 @@ from specdec_fast.errors import (
     TooManyDraftTokensError,
 )
 from specdec_fast.models.model_checks import why_fewer_positions
-from specdec_fast.request.detokenizer import Detokenizer
+from specdec_fast.request.detokenizer import detokenizer_of
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import encode_prompt
 from specdec_fast.request.restrictions import masks_of
@@ -83,7 +83,7 @@ class RequestBuilder:
             self._expect_few_draft_tokens(params)
             token_ids = self._encode(prompt, options, self._expect_possible)
             max_length = self._max_length(len(token_ids), params)
-            stop_strings = self._stop_strings(params)
+            stop_strings = self._stop_strings(params, stop_ids)
             masks = masks_of(params, token_ids, stop_ids, self._tokenizer, self._target.vocab_size)
             masks += self._grammar_masks(params, stop_ids)
         except RequestError as error:
@@ -147,7 +147,7 @@ class RequestBuilder:
                 f"{self._most_draft_tokens} per step; lower it, or make the engine with a larger num_draft_tokens."
             )
 
-    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+    def _stop_strings(self, params: SamplingParams, stop_ids: frozenset[int]) -> StopStrings | None:
         if not params.stop:
             return None
         if self._tokenizer is None:
@@ -155,7 +155,7 @@ class RequestBuilder:
                 f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; "
                 "pass tokenizer=..., or use stop_token_ids."
             )
-        return StopStrings(Detokenizer(self._tokenizer, params.skip_special_tokens), params.stop)
+        return StopStrings(detokenizer_of(self._tokenizer, params, stop_ids), params.stop)
 
     def compiles(self, params: SamplingParams) -> bool:
         """Return whether ``build`` would compile a grammar, which may take seconds."""

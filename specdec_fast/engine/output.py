@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from specdec_fast.engine.step import StepOutput
 from specdec_fast.errors import ConfigError
-from specdec_fast.request.detokenizer import Detokenizer
+from specdec_fast.request.detokenizer import Detokenizer, detokenizer_of
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, ScoreOutput, StreamChunk
 
@@ -125,7 +125,7 @@ def chunks_of(sequences: list[Sequence], tokenizer: Any | None, outputs: Outputs
 
 
 def _detokenizer(sequence: Sequence, tokenizer: Any) -> Detokenizer:
-    return Detokenizer(tokenizer, sequence.params.skip_special_tokens)
+    return detokenizer_of(tokenizer, sequence.params, sequence.stop_ids)
 
 
 def _text(sequence: Sequence, detokenizer: Detokenizer, tokens: list[int], is_last: bool) -> str:

@@ -24,6 +24,7 @@ from specdec_fast.engine.step import StepOutput, step_error
 from specdec_fast.errors import EngineBusyError, RequestCancelledError, RequestError
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
+from specdec_fast.torch_autocast import without_autocast
 
 
 class Call:
@@ -226,6 +227,7 @@ class SharedCore:
             elif self._current_permit() is None:
                 self._wake_next()
 
+    @without_autocast
     def step(self) -> None:
         """Run one step in the thread that has the permit, and put the outputs into the inboxes of their calls.
 

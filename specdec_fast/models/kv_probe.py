@@ -143,7 +143,9 @@ class KVProbe(NoStates, Cache):
         pairs = [self._attended[layer] for layer in layer_ids]
         dtypes = sorted({str(key.dtype) for key in (*(key for key, _ in pairs), *self._index_keys.values())})
         if len(dtypes) > 1:
-            raise UnsupportedModelError(f"{name} attends in {' and '.join(dtypes)}; a KV cache has one dtype.")
+            raise UnsupportedModelError(
+                f"{name} attends in {' and '.join(dtypes)}; a KV cache has one dtype; load the model in torch.float32."
+            )
         if pairs:
             dtype = pairs[0][0].dtype
         if dtype not in FLOATS:

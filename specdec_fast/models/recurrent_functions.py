@@ -21,13 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers import Cache
+from transformers.activations import ACT2FN
 
 from specdec_fast.batch.recurrent_batch import LinearAttentionParams
 from specdec_fast.errors import UnsupportedModelError
 from specdec_fast.models.replaced_functions import active_cache
+from specdec_fast.ops.conv_rows import ACTIVATIONS
 
 RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
 CacheT = TypeVar("CacheT", bound=Cache)
+_SAME_ACTIVATIONS: dict[str | None, str] = {"swish": "silu"}  # two names of one function in transformers
 _L2NORM_EPS = 1e-6  # of the queries and keys of delta rules, in transformers
 # Functions for a single token, which a layer calls if the cache has a state for it.
 _OF_ONE_TOKEN = (
@@ -111,7 +114,11 @@ def _convolution(
 ) -> Tensor:
     """Compute ``causal_conv1d_fn``: ``[1, channels, T]`` to the same shape."""
     rows = hidden_states[0].transpose(0, 1).to(weight.dtype)
-    out = active_cache.get().convolve(rows, weight.contiguous(), bias, activation)
+    own = _SAME_ACTIVATIONS.get(activation, activation)
+    is_of_op = own in ACTIVATIONS
+    out = active_cache.get().convolve(rows, weight.contiguous(), bias, own if is_of_op else None)
+    if activation is not None and not is_of_op:  # checkpoints have SiLU, but a config may name any other
+        out = ACT2FN[activation](out)
     return out.transpose(0, 1)[None].to(hidden_states.dtype)
 
 

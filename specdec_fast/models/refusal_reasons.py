@@ -21,6 +21,8 @@ def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: floa
     half = len(token_ids) // 2
     try:
         expected = dense_logits(token_ids, None)
+        if reason := _why_fewer_bits(dense_logits, token_ids, expected, bound):
+            return reason
         if _distance(dense_logits(token_ids[:half], None), expected[:half]) > bound:
             return "a token attends to later tokens: it is an encoder (some configs need is_decoder=True)"
         if not is_recurrent and torch.equal(dense_logits(token_ids, positions.flip(0)), expected):
@@ -33,6 +35,24 @@ def why_not_reproduced(dense_logits: DenseLogits, token_ids: Tensor, bound: floa
     return (
         f"it {own}attends by other means than transformers' AttentionInterface, adds terms of its own to the scores, "
         "or computes a row with the others of its forward (as dynamic quantisation does)"
+    )
+
+
+def _why_fewer_bits(dense_logits: DenseLogits, token_ids: Tensor, expected: Tensor, bound: float) -> str:
+    """Return why the model multiplies fp32 numbers in fewer bits, which some processors do; empty if it does not."""
+    precision = torch.get_float32_matmul_precision()
+    if precision == "highest":
+        return ""
+    torch.set_float32_matmul_precision("highest")
+    try:
+        distance = _distance(dense_logits(token_ids, None), expected)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    if distance <= bound:
+        return ""
+    return (
+        f"torch.set_float32_matmul_precision({precision!r}) makes PyTorch multiply its fp32 numbers in fewer bits; set "
+        "'highest', or load it in bfloat16"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from specdec_fast.errors import ConfigError, DetokenizationError, RequestError
 from specdec_fast.request.token_decoders import rule_of
+from specdec_fast.sampling_params import SamplingParams
 
 INCOMPLETE = "\ufffd"  # a decoder's mark for a character whose bytes are incomplete
 _MOST_INCOMPLETE = 3  # bytes, and so marks, of an incomplete character at most
@@ -123,6 +124,15 @@ def _words(tokenizer: Any) -> dict[str, int] | None:
     return {word: token for word, token in tokenizer.get_vocab().items() if token not in added}
 
 
+def detokenizer_of(tokenizer: Any, params: SamplingParams, stop_ids: Collection[int]) -> Detokenizer:
+    """Return that of a request which ends with ``stop_ids``.
+
+    They are no part of a text that follows a grammar, although a tokenizer may have added an EOS as an ordinary token.
+    """
+    hides = params.structured_outputs is not None and params.skip_special_tokens
+    return Detokenizer(tokenizer, params.skip_special_tokens, stop_ids if hides else ())
+
+
 class Detokenizer:
     """Turns a growing list of token ids into text, piece by piece.
 
@@ -134,11 +144,14 @@ class Detokenizer:
     If ``decode`` raises, no more text is certain until the last token, because ``decode`` may succeed on all tokens.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, skip_special_tokens: bool = True, hidden_ids: Collection[int] = frozenset()
+    ) -> None:
         # the error of the tokenizer, if the text is incomplete because of it; None otherwise
         self.error: DetokenizationError | None = None
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
+        self._hidden_ids = hidden_ids
         self._rule = rule_of(tokenizer)
         if not skip_special_tokens:
             self._rule = replace(self._rule, special_ids=frozenset())
@@ -154,6 +167,8 @@ class Detokenizer:
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
         """Add tokens; return the text that became certain, or all remaining text if they are the ``last`` tokens."""
+        if self._hidden_ids:
+            token_ids = [token for token in token_ids if token not in self._hidden_ids]
         piece = self._add(self._rule.visible(token_ids))
         return piece + self.rest() if last else piece
 

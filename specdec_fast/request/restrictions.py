@@ -102,7 +102,7 @@ class LeastTokens(TokenMask):
 
     def __init__(self, min_tokens: int, stop_ids: Iterable[int], vocab_size: int) -> None:
         self._missing = min_tokens
-        self._row = ~row_of(stop_ids, vocab_size)
+        self._row = ~row_of((token for token in stop_ids if token < vocab_size), vocab_size)  # others are never emitted
 
     def advance(self, token: int) -> bool:
         self._missing -= 1

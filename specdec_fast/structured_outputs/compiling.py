@@ -26,6 +26,7 @@ MOST_PROCESSES = 2  # that compile at once
 _START = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
 )
+_PROBE = '{"name": "Tom", "age": 12}'
 _OBJECT = '{"type": "object"}'
 _Key = tuple[str, str, bool, bool]  # kind, text, whether any whitespace may be, whether special tokens have no text
 # Keywords whose grammars in xgrammar let characters through that JSON escapes.
@@ -145,15 +146,36 @@ class Grammars:
             raise GrammarError(
                 f"structured_outputs: xgrammar cannot read the vocabulary of the tokenizer, a {kind}: {error}"
             ) from error
-        if not skips_special:
-            return found
         words = list(found.decoded_vocab)
-        for token in _special_ids(self._tokenizer):
+        for token in _special_ids(self._tokenizer) if skips_special else ():
             if token < len(words):
                 words[token] = b""  # a token without text is allowed nowhere
+        self._expect_same_texts(words, skips_special)
+        if not skips_special:
+            return found
         return xgrammar.TokenizerInfo(
             words, vocab_size=self._vocab_size, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
         )
+
+    def _expect_same_texts(self, words: list[bytes], skips_special: bool) -> None:
+        """Raise GrammarError if xgrammar reads a text of tokens that is not what the tokenizer decodes them to.
+
+        Decoders of WordPiece put spaces between words, for example, of which xgrammar knows nothing.
+        """
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        try:
+            tokens = [token for token in tokenizer(_PROBE, add_special_tokens=False).input_ids if token < len(words)]
+            decoded = str(tokenizer.decode(tokens, skip_special_tokens=skips_special))
+        except Exception:  # it is not told here what a tokenizer of the caller's own cannot do
+            return
+        read = b"".join(words[token] for token in tokens).decode(errors="replace")
+        if read.removeprefix(" ") != decoded.removeprefix(" "):
+            raise GrammarError(
+                f"structured_outputs: xgrammar reads tokens of the tokenizer, a {type(tokenizer).__name__}, as "
+                f"{read!r:.80}, which it decodes to {decoded!r:.80}, so a text could differ from what is asked for; "
+                "use a target whose tokenizer is over bytes, or of SentencePiece's kind with bytes."
+            )
 
 
 def _key_of(asked: StructuredOutputs, skips_special: bool) -> _Key:

@@ -33,11 +33,14 @@ class GrammarMask:
 
         self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=end_ids)
         self._encode = encode
+        # A drafter may propose them; xgrammar refuses each with a line on stderr.
+        self._without_text = frozenset(grammar.tokenizer_info.special_token_ids).difference(end_ids)
         self._words = np.empty((1, -(-vocab_size // _WORD_BITS)), np.int32)
 
     def advance(self, token: int) -> bool:
         """Follow one more token; return False, without a change, if it may not be chosen here."""
-        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        may_follow = token not in self._without_text and not self._matcher.is_terminated()
+        return may_follow and self._matcher.accept_token(token)
 
     def rollback(self, count: int) -> None:
         """Take the last ``count`` tokens back."""

@@ -116,6 +116,19 @@ def test_only_requests_that_ask_get_them(models):
     assert [outputs[i].logprobs for i in (1, 3)] == [together[i].logprobs[:6] for i in (1, 3)]
 
 
+@pytest.mark.parametrize("most", [VOCAB_SIZE, VOCAB_SIZE + 1, 2**63, 10**30])
+def test_as_many_most_likely_tokens_as_there_are(models, most):
+    """Beside it, a request that asks for few keeps them: none fails because another asks for more than there are."""
+    params = [sd.SamplingParams(max_new_tokens=6, logprobs=k, prompt_logprobs=k) for k in (2, 2, most, most)]
+    outputs = run(models, params, "draft")
+    assert [output.error for output in outputs] == [None] * 4
+    _, few, all_of_them, _ = outputs
+    assert [len(top) for top in few.top_logprobs] == [2] * 6
+    assert [len(top) for top in all_of_them.top_logprobs] == [VOCAB_SIZE] * 6
+    assert [top and len(top) for top in all_of_them.prompt_top_logprobs] == [None, VOCAB_SIZE]
+    assert [top and len(top) for top in few.prompt_top_logprobs] == [None, 2, 2, 2]
+
+
 def test_one_look_up_per_step_and_none_where_no_request_asks(models, monkeypatch):
     num_rows = []
 

@@ -226,6 +226,19 @@ def test_a_filter_of_transformers_as_a_processor(pair):
     assert first.token_ids == second.token_ids
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_min_tokens_beside_a_stop_id_that_the_target_never_emits(pair, drafter):
+    """Checkpoints name ids beyond their logits, too: an EOS that was added to the tokenizer alone, for example."""
+    stop_ids = (VOCAB_SIZE, 10**12, *range(0, VOCAB_SIZE, 2))
+    known = stop_ids[2:]
+    expected = outputs_beside(pair, drafter, min_tokens=5, stop_token_ids=known)
+    bad = outputs_beside(pair, drafter, min_tokens=5, stop_token_ids=stop_ids)
+    assert bad.error is None
+    assert len(bad.token_ids) >= 5
+    assert not set(bad.token_ids[:5]) & set(known)
+    assert (bad.token_ids, bad.logprobs) == (expected.token_ids, expected.logprobs)
+
+
 def test_a_batch_without_restrictions_pays_nothing(pair, monkeypatch):
     """No copies, no arrays, no passes over logits: the same calls as if there were no restrictions."""
 

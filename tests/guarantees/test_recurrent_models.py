@@ -54,6 +54,34 @@ def test_tokens_equal_transformers(family):
     assert engine.target.has_program == (family != "zamba"), engine.target.why_no_program
 
 
+@pytest.mark.parametrize("activation", grid(["swish", "gelu", "relu"], keep=["swish", "gelu"]))
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_any_activation_behind_a_convolution(family, activation):
+    target = recurrent_model(family, hidden_act=activation)
+    expected = [transformers_greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
+    engine = sd.Engine(target, noisy_copy(target), max_batch_size=3)
+    outputs = engine.generate(PROMPTS[:3], sd.SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == expected
+    assert engine.target.has_program, engine.target.why_no_program
+
+
+def test_a_limit_of_time_steps_holds_for_every_token():
+    """As in a forward over the whole text; generate() applies it to the prompt alone, so its tokens are others."""
+    target = recurrent_model("mamba2", time_step_limit=(0.01, 0.5))
+    expected = []
+    for prompt in PROMPTS[:3]:
+        tokens = list(prompt)
+        for _ in range(NEW_TOKENS):
+            with torch.inference_mode():
+                logits = target(torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    engine = sd.Engine(target, noisy_copy(target), max_batch_size=3)
+    outputs = engine.generate(PROMPTS[:3], sd.SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == expected
+    assert expected != [transformers_greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
+
+
 PAIRS = {f"{family}-{dtype}": (family, dtype) for family in KINDS for dtype in DTYPES}
 
 

@@ -239,6 +239,21 @@ def test_special_tokens_are_no_part_of_a_text(plain):
     assert output.text.startswith("<pad>")
 
 
+@pytest.mark.parametrize("stop", [(), "never written"], ids=["no stop strings", "a stop string"])
+def test_the_token_that_ends_a_text_is_no_part_of_it(plain, drafting, tokenizer, stop):
+    """Some tokenizers have an EOS that is no special token; here an ordinary token ends the text."""
+    (end,) = tokenizer(" the", add_special_tokens=False).input_ids
+    params = asked(replace(GREEDY, stop_token_ids=(end,), ignore_eos=True, stop=stop), choice=["yes", "no"])
+    for engine in (plain, drafting):
+        (output,) = generate(engine, [params])
+        assert output.finish_reason == "stop"
+        assert output.token_ids[-1] == end
+        assert output.text in ("yes", "no")
+        assert "".join(chunk.text for chunk in engine.stream(["x"], params)) in ("yes", "no")
+    (free,) = plain.generate(["x"], replace(GREEDY, stop_token_ids=(end,), allowed_token_ids=(end,)), progress=False)
+    assert free.text == " the", "a text without a grammar has it"
+
+
 def test_what_is_forced_is_drafted_without_the_drafter(target, tokenizer):
     """Fewer steps, the same tokens; the n-gram drafter does not know the names of the properties."""
     schema = {"type": "object", "required": ["temperature_in_celsius", "is_available"], "properties": {

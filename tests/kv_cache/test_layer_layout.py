@@ -234,7 +234,7 @@ def attended(*layers):
         ([(4, (1, 2, 8, 16), (1, 2, 9, 16), torch.float32)], r"values \[1, 2, 9, 16\]"),
         (
             [(4, (1, 2, 8, 16), (1, 2, 8, 16), torch.float32), (4, (1, 2, 8, 16), (1, 2, 8, 16), torch.float16)],
-            "Model attends in torch.float16 and torch.float32; a KV cache has one dtype",
+            "Model attends in torch.float16 and torch.float32; a KV cache has one dtype; load .* torch.float32",
         ),
         ([], "Model has no layer that writes to its KV cache or attends"),
     ],

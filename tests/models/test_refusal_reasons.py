@@ -10,6 +10,7 @@ import specdec_fast as sd
 from bench.common.tiny_models import tiny_model as tiny_default_model
 from specdec_fast.kv_cache.hf_cache import PagedCache
 from specdec_fast.model_arguments import cache_argument
+from specdec_fast.models.refusal_reasons import why_not_reproduced
 from support.models import TINY, tiny_model
 
 
@@ -49,6 +50,27 @@ def mixing_rows():
 def test_the_reason_of_a_refusal(make, reason):
     with pytest.raises(sd.UnsupportedModelError, match=reason):
         sd.Engine(make(), None)
+
+
+@pytest.mark.parametrize("precision", ["medium", "high"])
+def test_multiplications_in_fewer_bits_are_named(precision):
+    """Only some processors multiply so; here the model does what these do."""
+    token_ids = torch.arange(8)
+
+    def dense_logits(token_ids, positions):
+        logits = torch.eye(8)[: len(token_ids)] + (0 if positions is None else positions[:, None])
+        is_exact = torch.get_float32_matmul_precision() == "highest"
+        return logits if is_exact else logits + len(token_ids) / 1000
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        reason = why_not_reproduced(dense_logits, token_ids, 1e-4)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert reason.startswith(f"torch.set_float32_matmul_precision('{precision}') makes PyTorch multiply")
+    assert why_not_reproduced(dense_logits, token_ids, 1e-4).startswith("it computes other logits from position_ids")
 
 
 def test_a_decoder_of_the_same_architecture_is_served():

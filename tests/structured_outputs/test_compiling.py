@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import string
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import specdec_fast as sd
 from specdec_fast.server.tool_calls.formats import FORMATS, Tool
@@ -81,6 +84,15 @@ def test_a_schema_with_texts_has_two_masks(grammars):
     assert all(mask.advance(opened) for mask in masks)
     assert masks[0].advance(control), "xgrammar has been mended: one mask will do"
     assert not masks[1].advance(control)
+
+
+@pytest.mark.parametrize("skips_special", [True, False])
+def test_a_special_token_is_refused_without_a_word(grammars, capfd, skips_special):
+    """A drafter that copies a chat's special tokens must not fill the log of a server."""
+    (mask,) = grammars.masks(asked(choice=["yes", "no"]), EOS, skips_special)
+    assert not any(mask.advance(token) for token in (*EOS, *grammars._tokenizer.all_special_ids))
+    assert mask.advance(grammars._tokenizer("yes", add_special_tokens=False).input_ids[0])
+    assert capfd.readouterr().err == ""
 
 
 @each_value_once
@@ -197,6 +209,19 @@ def test_tokenizers_that_have_no_vocabulary():
 
     assert "tokenizer, a Own" in message(Grammars(Own(), 1024, EOS), regex="a")
     assert "no tokenizer is known" in message(Grammars(None, 1024, EOS), regex="a")
+
+
+def test_tokenizers_whose_texts_are_not_those_of_their_tokens():
+    """WordPiece decodes with spaces between words, so "ab1" could come out as "ab 1"."""
+    words = ["[UNK]", "[SEP]", *(mark + letter for letter in string.printable for mark in ("", "##"))]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]")
+    found = message(Grammars(tokenizer, len(tokenizer), EOS), regex="a")
+    assert "xgrammar reads tokens of the tokenizer" in found
+    assert "which it decodes to '{ \" name" in found
 
 
 def test_a_request_must_be_able_to_end(grammars):
