@@ -251,9 +251,12 @@ class _Process:
             raise
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it does, and close its pipes."""
         self._process.kill()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what was written last has no reader
+                pipe.close()  # type: ignore[union-attr]
 
     @contextmanager
     def _limited(self, seconds: float) -> Iterator[Timer]:
@@ -293,8 +296,10 @@ class _Processes:
     def _one(self) -> Iterator[_Process]:
         with self._lock:
             process = self._idle.pop() if self._idle else None
-        if process is None or not process.is_alive:
-            process = _Process()
+        if process is not None and not process.is_alive:
+            process.kill()
+            process = None
+        process = process or _Process()
         try:
             yield process
         finally:

@@ -166,6 +166,16 @@ def test_a_process_that_does_not_start_refuses_the_request(grammars, monkeypatch
 
 
 @pytest.mark.grid
+def test_a_process_that_ends_leaves_no_open_pipe():
+    process = compiling._Process()
+    own = process._process
+    assert not own.stdin.closed
+    process.kill()
+    assert own.stdin.closed
+    assert own.stdout.closed
+    process.kill()  # of one that has ended
+
+
 def test_a_process_that_dies_is_replaced(grammars):
     grammars.masks(asked(regex="before"), EOS)
     for process in compiling._processes._idle:
