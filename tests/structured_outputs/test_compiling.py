@@ -165,7 +165,6 @@ def test_a_process_that_does_not_start_refuses_the_request(grammars, monkeypatch
     assert "the process that compiles grammars could not be started" in message(grammars, regex="not started")
 
 
-@pytest.mark.grid
 def test_a_process_that_ends_leaves_no_open_pipe():
     process = compiling._Process()
     own = process._process
@@ -176,6 +175,7 @@ def test_a_process_that_ends_leaves_no_open_pipe():
     process.kill()  # of one that has ended
 
 
+@pytest.mark.grid
 def test_a_process_that_dies_is_replaced(grammars):
     grammars.masks(asked(regex="before"), EOS)
     for process in compiling._processes._idle:
