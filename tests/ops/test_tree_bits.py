@@ -187,7 +187,7 @@ def test_every_instruction_set(version, dtype):
         _C.choose_attention_version(best)
 
 
-# Rows of depths 0, 1, 2, 1. What the deepest one sees begins behind the first position, and what the others see does not.
+# Rows of depths 0, 1, 2, 1. The first position is hidden from the deepest one alone.
 @pytest.mark.parametrize("rule", [{"sliding_window": 129}, {"attention_chunk": 129}], ids=["window", "chunk"])
 @pytest.mark.parametrize("version", _C.attention_versions())
 def test_a_deeper_row_between_others_sees_less(version, rule):
