@@ -144,9 +144,16 @@ SPECDEC_INLINE void weigh(const PagedAttentionArgs& args, Scratch& scratch, cons
     return SoftenedRows{scratch.scores.data() + i * kTile, &scratch.maximum[i], &scratch.sum[i], &scratch.rescale[i]};
   };
   const auto sees_all = [&](std::int64_t i) { return args.softcap == 0 && ~visible(args, rows, i / group, tile) == 0; };
+  // If the first and the last row of a block see all, those between them do: what is seen begins and ends in order. Not in a
+  // tree, where a deeper row may lie between them.
+  const std::int64_t checked_step = args.tree_mask ? 1 : kSoftened - 1;
+  const auto all_see_all = [&](std::int64_t first) {
+    bool all = true;
+    for (std::int64_t r = 0; all && r < kSoftened; r += checked_step) all = sees_all(first + r);
+    return all;
+  };
   for (std::int64_t i = begin; i < end;) {
-    // The first and the last row of a block see all, so those between them do: what is seen begins and ends in order.
-    if (i + kSoftened <= end && sees_all(i) && sees_all(i + kSoftened - 1)) {
+    if (i + kSoftened <= end && all_see_all(i)) {
       soften<Product, kSoftened>(softened(i), scale);
       i += kSoftened;
       continue;

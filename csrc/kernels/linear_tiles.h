@@ -120,8 +120,9 @@ void add_tiles(Tiles& tiles, const TileWeights& weights, Range fetched, const ch
     tiles.template load<4>(own, weights.stride);
     tiles.template load<5>(own + weights.other, weights.stride);
     // Rows of weights are as many streams as outputs, and hardware follows a few only.
-    const char* next = weights.next + step * weights.step;
-    for (std::int64_t o = fetched.begin; o < fetched.end; ++o) __builtin_prefetch(next + o * weights.stride);
+    for (std::int64_t o = fetched.begin; o < fetched.end; ++o) {
+      __builtin_prefetch(weights.next + step * weights.step + o * weights.stride);
+    }
     tiles.template multiply_add<0, 4, 6>();
     tiles.template multiply_add<1, 5, 6>();
     if constexpr (kB == 2) {

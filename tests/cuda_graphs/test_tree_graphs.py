@@ -71,6 +71,23 @@ def test_graphs_draft_the_trees_of_single_forwards(
         assert other[3] == (None if scores is None else pytest.approx(scores, rel=1e-4, abs=1e-4))
 
 
+def test_rows_that_fill_a_bucket_leave_a_place_without_rows(tmp_path, hugging_face_model, graphs_on_cpu):
+    """A graph of four rows and four places drafts for three sequences with four rows together."""
+    write_checkpoint(tmp_path, hugging_face_model)
+    prompts = [[5], [9], [7, 2]]
+    params = sd.SamplingParams(max_new_tokens=7, ignore_eos=True)
+    expected = sd.Engine(hugging_face_model, None, enforce_eager=True).generate(prompts, params)
+    engine = sd.Engine(
+        hugging_face_model, f"eagle3:{tmp_path}", draft_tree=6, num_draft_tokens=4, max_batch_size=4, prefix_cache=False
+    )
+    graphs = engine.core.drafter.graphs
+    for _ in range(3):
+        outputs = engine.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert graphs.why_not is None
+    assert any((kind.bucket.num_rows, kind.bucket.one_each) == (4, 4) for kind in graphs._graphs)
+
+
 @pytest.mark.parametrize("tree", [6, STATIC], ids=["best", "static"])
 def test_a_step_with_trees_waits_once(tmp_path, hugging_face_model, graphs_on_cpu, monkeypatch, tree):
     write_checkpoint(tmp_path, hugging_face_model)

@@ -187,6 +187,20 @@ def test_every_instruction_set(version, dtype):
         _C.choose_attention_version(best)
 
 
+# Rows of depths 0, 1, 2, 1. The first position is hidden from the deepest one alone.
+@pytest.mark.parametrize("rule", [{"sliding_window": 129}, {"attention_chunk": 129}], ids=["window", "chunk"])
+@pytest.mark.parametrize("version", _C.attention_versions())
+def test_a_deeper_row_between_others_sees_less(version, rule):
+    best = _C.attention_versions()[-1]
+    _C.choose_attention_version(version)
+    try:
+        for dtype in DTYPES.values():
+            tree = Tree(127, (-1, 0, 1, 0))
+            check(TreeAttention((tree,), 2, 2, 64, 16, AttentionParams(0.125, **rule), dtype, 3))
+    finally:
+        _C.choose_attention_version(best)
+
+
 @pytest.mark.parametrize("attention", [IN_CPP, IN_PYTORCH], ids=["cpp", "torch"])
 def test_the_check_sees_another_path(attention):
     query, entries = CASE.tensors()

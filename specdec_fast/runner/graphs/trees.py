@@ -96,7 +96,7 @@ def _batch(first: RaggedBatch, batch_size: int, rows: DraftRows, page_size: int)
     """Lay out the rows of all trees: the root where the last row of the first forward was, the others behind it."""
     num_rows = rows.tokens.shape[1]
     table = first.block_table[:batch_size]
-    roots = first.seqused_k[:batch_size, None] - 1
+    roots = (first.seqused_k[:batch_size, None] - 1).clamp(min=0)  # of a full bucket, a place may have no row
     entries = roots + torch.arange(num_rows, dtype=torch.int32, device=roots.device)
     slots = table.gather(1, (entries // page_size).long()) * page_size + entries % page_size
     starts = num_rows * torch.arange(batch_size + 1, dtype=torch.int32, device=roots.device)
