@@ -82,7 +82,7 @@ class DraftGraphs(GraphStore):
             graph for the batch.
 
         """
-        depth = self._limits.num_forwards
+        depth = min(self._limits.num_forwards, parts.max_nodes)
 
         def loop(inputs: Inputs, features: Tensor, sampling: Sampling | None) -> tuple[Tensor, ...]:
             return tree_loop(parts, inputs, features, sampling, depth, batch.pool.page_size)
