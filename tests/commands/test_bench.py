@@ -105,13 +105,19 @@ def test_a_drafter_that_cannot_run_is_left_out_and_the_others_are_measured(targe
         ({"num-draft-tokens": -1}, "num_draft_tokens"),
         ({"draft": "ngrams"}, "did you mean 'ngram'"),
         ({"draft": "self", "quantization": "int4"}, "gains nothing beside quantization='int4'"),
-        ({"plot": "figure.doc"}, "--plot figure.doc"),
     ],
 )
 def test_bad_options_end_it_before_anything_is_measured(in_folder, prompt_ids, capsys, options, message):
     with pytest.raises(FileNotFoundError):  # no report
         run_bench(in_folder, prompt_ids[1:3], **options)
     assert message in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_drawn_ends_it_before_anything_is_measured(in_folder, prompt_ids, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(FileNotFoundError):  # no report
+        run_bench(in_folder, prompt_ids[1:3], plot="figure.doc")
+    assert "--plot figure.doc" in capsys.readouterr().err
 
 
 def test_an_invalid_line_ends_it(in_folder, capsys):
