@@ -103,10 +103,8 @@ class ReplayDrafter(Drafter):
         if not self.max_nodes:
             return self.propose(sequences, limits)
         draft = self.inner.propose_trees(sequences, limits, node_limits)
-        parents = [range(-1, n - 1) for n in draft.num_draft_tokens]
-        if draft.parents is not None:
-            parents = [own.tolist() for own in draft.parents.split(draft.num_draft_tokens)]
-        tokens = [t for s, own in zip(sequences, parents, strict=True) for t in self._replayed_tree(s, own)]
+        trees = zip(sequences, draft.parents_by_sequence(), strict=True)
+        tokens = [token for sequence, parents in trees for token in self._replayed_tree(sequence, parents)]
         return Draft(to_device(tokens, self._table.device), draft.num_draft_tokens, draft.parents)
 
     def _replayed_tree(self, sequence: Sequence, parents: Sized[int]) -> list[int]:

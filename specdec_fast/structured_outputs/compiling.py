@@ -167,7 +167,7 @@ class Grammars:
         try:
             tokens = [token for token in tokenizer(_PROBE, add_special_tokens=False).input_ids if token < len(words)]
             decoded = str(tokenizer.decode(tokens, skip_special_tokens=skips_special))
-        except Exception:  # it is not told here what a tokenizer of the caller's own cannot do
+        except Exception:  # a caller's own tokenizer may raise anything; then nothing can be compared
             return
         read = b"".join(words[token] for token in tokens).decode(errors="replace")
         if read.removeprefix(" ") != decoded.removeprefix(" "):

@@ -22,8 +22,6 @@ from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.program.executors import DraftedTrees, Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.drafting import laid_out_loop
-from specdec_fast.runner.graphs.drafts import DraftBatch
 from specdec_fast.runner.ragged_model import MAX_PREFILL_ROWS
 from specdec_fast.runner.row_module import RowModule
 from specdec_fast.trees.growing import TreeNodes
@@ -120,15 +118,11 @@ class Eagle3Drafter(ChainDrafter):
 
         A sequence whose tree has fewer levels than others' has as many forwards; see ``GraphRunner.draft``.
         """
-        if self.graphs is None or not self.graphs.has_loop(max(depth for depth, _ in limits)):
+        num_forwards = max(depth for depth, _ in limits)
+        batch = self._batch_of_graph(queued, features, num_forwards, [num_nodes + 1 for _, num_nodes in limits])
+        if self.graphs is None or batch is None:
             return None
-        laid_out = laid_out_loop(self._pool(), queued, [num_nodes + 1 for _, num_nodes in limits])
-        if laid_out is None:
-            return None
-        layout, columns = laid_out
-        parts = trees.graph_parts(self._projected, self._loop_forward)
-        batch = DraftBatch(layout, tokens_after(queued), features, columns, self._pool())
-        named = self.graphs.draft_trees(parts, batch)
+        named = self.graphs.draft_trees(trees.graph_parts(self._projected, self._loop_forward), batch)
         return None if named is None else trees.grown(named, limits)
 
     def _last_rows(self, queued: list[Rows], features: Tensor) -> LastRows:

@@ -136,18 +136,30 @@ class ChainDrafter(TappedDrafter):
 
         A sequence that gets fewer tokens than others has as many forwards; see ``GraphRunner.draft``.
         """
-        if self.graphs is None or not self.graphs.has_loop(max(counts)):
+        batch = self._batch_of_graph(queued, features, max(counts), counts)
+        if self.graphs is None or batch is None:
             return None
-        laid_out = laid_out_loop(self._pool(), queued, counts)
-        if laid_out is None:
-            return None
-        layout, columns = laid_out
 
         def choose(logits: Tensor, sampling: Sampling | None, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
             return self._next_tokens(logits, token_ids, sampling, cu_seqlens)
 
         parts = ChainParts(self._projected, self._loop_forward, choose)
-        return self.graphs.draft(parts, DraftBatch(layout, tokens_after(queued), features, columns, self._pool()))
+        return self.graphs.draft(parts, batch)
+
+    def _batch_of_graph(
+        self, queued: list[Rows], features: Tensor, num_forwards: int, num_positions: list[int]
+    ) -> DraftBatch | None:
+        """Lay out a drafting for a graph, with pages for ``num_positions`` from the last row of each sequence on.
+
+        None if a loop of so many forwards has no graph, or a sequence edits logits.
+        """
+        if self.graphs is None or not self.graphs.has_loop(num_forwards):
+            return None
+        laid_out = laid_out_loop(self._pool(), queued, num_positions)
+        if laid_out is None:
+            return None
+        layout, columns = laid_out
+        return DraftBatch(layout, tokens_after(queued), features, columns, self._pool())
 
     def _loop_forward(
         self, batch: RaggedBatch, wanted: Tensor | None, inputs: Tensor | None
