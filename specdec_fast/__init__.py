@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from specdec_fast.service import AsyncEngine, AsyncStream
     from specdec_fast.speculation_length import LengthPolicy, StepObservation
     from specdec_fast.structured_outputs.parameters import StructuredOutputs
+    from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState
 
 __version__ = "0.1.0"
 
@@ -120,6 +121,8 @@ __all__ = [
     "PromptOptions",
     "PromptTooLongError",
     "RankError",
+    "Reasoning",
+    "ReasoningState",
     "RequestCancelledError",
     "RequestError",
     "RequestMemoryError",
@@ -167,6 +170,8 @@ _MODULES = {
     "LengthPolicy": "speculation_length",
     "StepObservation": "speculation_length",
     "StructuredOutputs": "structured_outputs.parameters",
+    "Reasoning": "structured_outputs.reasoning",
+    "ReasoningState": "structured_outputs.reasoning",
 }
 
 

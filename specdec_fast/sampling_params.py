@@ -13,6 +13,7 @@ import numpy as np
 from specdec_fast.errors import InvalidParamsError, NotYetSupportedError
 from specdec_fast.generation_configs import FROM_GENERATION_CONFIG, NEUTRAL_FIELDS, NEUTRAL_VALUES, renamed
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
+from specdec_fast.structured_outputs.reasoning import Reasoning
 
 CHAT_ANSWER_TOKENS = 1024  # of an answer in a chat whose request sets no limit
 # Limits of one request. They bound the time and the memory that its search for stop strings needs.
@@ -89,6 +90,10 @@ class SamplingParams:
         structured_outputs: what the text must follow: a JSON schema, a regular expression, choices or a grammar, as a
             StructuredOutputs or a mapping of its fields, such as ``{"json": schema}``. Needs the package ``xgrammar``
             (the extra ``grammar``) and a tokenizer.
+        reasoning: how the target marks what it reasons before its answer: a Reasoning, a mapping of its fields, or the
+            name of a format (``"think"`` is ``<think>`` to ``</think>``). ``structured_outputs`` then holds for the
+            answer behind the reasoning, and ``Reasoning.max_tokens`` limits the reasoning; without these two it has no
+            effect. ``text`` has both, and ``Reasoning.split`` divides it.
         num_draft_tokens: upper bound on the request's draft tokens per step, in addition to the engine's
             ``num_draft_tokens``; 0 decodes the request plainly; None: no further bound.
         prompt_logprobs: also return the log-probability of every prompt token after the first, and the k most likely
@@ -128,6 +133,7 @@ class SamplingParams:
     priority: int = 0
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    reasoning: Reasoning | Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -149,6 +155,8 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", _as_processors(self.logits_processors))
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", Reasoning.of(self.reasoning))
         self._check_ranges()
         self._check_choice()
         self._check_sizes()

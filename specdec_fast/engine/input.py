@@ -9,6 +9,7 @@ import torch
 
 from specdec_fast.errors import (
     ConfigError,
+    GrammarError,
     InvalidParamsError,
     InvalidPromptError,
     MissingTokenizerError,
@@ -17,9 +18,9 @@ from specdec_fast.errors import (
     TooManyDraftTokensError,
 )
 from specdec_fast.models.model_checks import why_fewer_positions
-from specdec_fast.request.detokenizer import detokenizer_of
+from specdec_fast.request.detokenizer import detokenizer_of, tokenizer_failures
 from specdec_fast.request.prompt_options import PromptOptions
-from specdec_fast.request.prompts import encode_prompt
+from specdec_fast.request.prompts import encode_prompt, encode_words
 from specdec_fast.request.restrictions import masks_of
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings
@@ -27,10 +28,13 @@ from specdec_fast.request.token_bounds import least_tokens
 from specdec_fast.request.token_masks import TokenMask, TokenMasks
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
-from specdec_fast.structured_outputs.compiling import Grammars
+from specdec_fast.structured_outputs.compiling import Grammars, special_ids
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
+from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState
 
 _DEFAULTS = PromptOptions()
+_MOST_MARK_TOKENS = 32  # at the end of a prompt, with the whitespace behind them
+_ANY_TEXT = StructuredOutputs(structural_tag={"type": "structural_tag", "format": {"type": "any_text"}})
 
 
 def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
@@ -85,7 +89,7 @@ class RequestBuilder:
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params, stop_ids)
             masks = masks_of(params, token_ids, stop_ids, self._tokenizer, self._target.vocab_size)
-            masks += self._grammar_masks(params, stop_ids)
+            masks += self._grammar_masks(params, stop_ids, token_ids, options)
         except RequestError as error:
             sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed, choice=choice)
             sequence.fail(error)
@@ -158,15 +162,46 @@ class RequestBuilder:
         return StopStrings(detokenizer_of(self._tokenizer, params, stop_ids), params.stop)
 
     def compiles(self, params: SamplingParams) -> bool:
-        """Return whether ``build`` would compile a grammar, which may take seconds."""
-        asked = params.structured_outputs
-        return isinstance(asked, StructuredOutputs) and not self._grammars.has(asked, params.skip_special_tokens)
+        """Return whether ``build`` may compile a grammar, which may take seconds."""
+        asked = _followed_text(params)
+        if asked is None:
+            return False
+        reasoning = params.reasoning
+        befores = [reasoning.grammar(state) for state in ReasoningState] if isinstance(reasoning, Reasoning) else [None]
+        return not all(self._grammars.has(asked, params.skip_special_tokens, before) for before in befores)
 
-    def _grammar_masks(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[TokenMask]:
-        asked = params.structured_outputs
-        if not isinstance(asked, StructuredOutputs):
+    def _grammar_masks(
+        self, params: SamplingParams, stop_ids: frozenset[int], prompt_ids: list[int], options: PromptOptions
+    ) -> list[TokenMask]:
+        asked = _followed_text(params)
+        if asked is None:
             return []
-        return list(self._grammars.masks(asked, stop_ids, params.skip_special_tokens))
+        before = self._before_answer(params, prompt_ids, options)
+        if before is None and params.structured_outputs is None:
+            return []
+        return list(self._grammars.masks(asked, stop_ids, params.skip_special_tokens, before))
+
+    def _before_answer(self, params: SamplingParams, prompt_ids: list[int], options: PromptOptions) -> str | None:
+        """Return the grammar of the reasoning that may stand before the answer; None without any.
+
+        Raises:
+            GrammarError: special tokens mark the reasoning, and the request's text leaves them out.
+        """
+        reasoning = params.reasoning
+        tokenizer = self._tokenizer
+        if not isinstance(reasoning, Reasoning) or tokenizer is None:
+            return None
+        for mark in (reasoning.begin, reasoning.end) if params.skip_special_tokens else ():
+            if special_ids(tokenizer).intersection(encode_words(tokenizer, [mark])[0]):
+                raise GrammarError(
+                    f"reasoning: {mark!r:.80} is a special token of the tokenizer, which a text leaves out; "
+                    "pass skip_special_tokens=False."
+                )
+        # A mark has a few tokens. Whether a continued message reasons, its whole text says.
+        end_of_prompt = prompt_ids if options.continue_final_message else prompt_ids[-_MOST_MARK_TOKENS:]
+        with tokenizer_failures(GrammarError, "reasoning: the tokenizer cannot decode the end of the prompt"):
+            text = str(tokenizer.decode(end_of_prompt))
+        return reasoning.grammar(reasoning.state_behind(text, options.continue_final_message))
 
     def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
         limit = self._target.max_positions
@@ -194,3 +229,12 @@ class RequestBuilder:
                 "its own; pass seed=..."
             )
         return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed
+
+
+def _followed_text(params: SamplingParams) -> StructuredOutputs | None:
+    """Return what the answer must follow: any text where only the reasoning is limited; None if nothing is."""
+    asked = params.structured_outputs
+    if isinstance(asked, StructuredOutputs):
+        return asked
+    reasoning = params.reasoning
+    return _ANY_TEXT if isinstance(reasoning, Reasoning) and reasoning.max_tokens is not None else None

@@ -1,9 +1,10 @@
 """A process that compiles grammars. It imports nothing of this package, whose import would take longer than its work.
 
 ``compiling.py`` starts it, sends it pickled jobs and kills it when a job takes too long: no code in C++ can be
-interrupted otherwise. The first answer says that it is ready. A job is ``(key, vocabulary, kind, text, whitespace)``:
-``vocabulary`` is xgrammar's TokenizerInfo as JSON, or None if the process has got the one of ``key`` before. The answer
-is ``(compiled grammar as JSON, "")``, or ``(None, what xgrammar says)``.
+interrupted otherwise. The first answer says that it is ready. A job is ``(key, vocabulary, kind, text, whitespace,
+before)``: ``vocabulary`` is xgrammar's TokenizerInfo as JSON, or None if the process has got the one of ``key`` before;
+``before`` is what may stand before the text, as JSON of a structural tag's format, or None. The answer is ``(compiled
+grammar as JSON, "")``, or ``(None, what xgrammar says)``.
 """
 
 import os
@@ -16,21 +17,32 @@ _LONGEST_REASON = 2000
 _MOST_WHITESPACE = 20  # characters in a row in JSON: without a limit, models may write spaces until the end
 
 
-def compiled(compiler: Any, kind: str, text: str, any_whitespace: bool) -> Any:
+def compiled(compiler: Any, kind: str, text: str, any_whitespace: bool, before: str | None) -> Any:
     """Return xgrammar's compiled grammar."""
     import json
 
+    from xgrammar import Grammar
+
+    if kind == "structural_tag":
+        if before is None:
+            return compiler.compile_structural_tag(text)
+        elements = [json.loads(before), json.loads(text)["format"]]
+        whole = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+        return compiler.compile_structural_tag(json.dumps(whole))
     if kind == "json":
         most = _MOST_WHITESPACE if any_whitespace else None
-        return compiler.compile_json_schema(text, any_whitespace=any_whitespace, max_whitespace_cnt=most)
-    if kind == "regex":
-        return compiler.compile_regex(text)
-    if kind == "choice":
+        grammar = Grammar.from_json_schema(text, any_whitespace=any_whitespace, max_whitespace_cnt=most)
+    elif kind == "regex":
+        grammar = Grammar.from_regex(text)
+    elif kind == "choice":
         choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]  # EBNF escapes as JSON
-        return compiler.compile_grammar(f"root ::= {' | '.join(choices)}")
-    if kind == "structural_tag":
-        return compiler.compile_structural_tag(text)
-    return compiler.compile_grammar(text)
+        grammar = Grammar.from_ebnf(f"root ::= {' | '.join(choices)}")
+    else:
+        grammar = Grammar.from_ebnf(text)
+    if before is not None:
+        tag = json.dumps({"type": "structural_tag", "format": json.loads(before)})
+        grammar = Grammar.concat(Grammar.from_structural_tag(tag), grammar)
+    return compiler.compile_grammar(grammar)
 
 
 def limit_memory() -> None:

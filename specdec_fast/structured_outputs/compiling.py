@@ -28,7 +28,8 @@ _START = (
 )
 _PROBE = '{"name": "Tom", "age": 12}'
 _OBJECT = '{"type": "object"}'
-_Key = tuple[str, str, bool, bool]  # kind, text, whether any whitespace may be, whether special tokens have no text
+_Job = tuple[str, str, bool, str | None]  # kind, text, whether any whitespace may be, what may stand before the text
+_Key = tuple[_Job, bool]  # and whether special tokens have no text
 # Keywords whose grammars in xgrammar let characters through that JSON escapes.
 _LOOSE_KEYWORDS = re.compile(r'"(pattern|format|minLength|maxLength|patternProperties|propertyNames)":')
 _MISSING = "structured_outputs: the package xgrammar is not installed ({}); pip install 'specdec-fast[grammar]'."
@@ -64,12 +65,16 @@ class Grammars:
         with suppress(GrammarError):
             self._grammar(_ANY_JSON, skips_special=True)
 
-    def has(self, asked: StructuredOutputs, skips_special: bool = True) -> bool:
+    def has(self, asked: StructuredOutputs, skips_special: bool = True, before: str | None = None) -> bool:
         """Return whether ``masks`` would compile nothing."""
-        return _key_of(asked, skips_special) in self._compiled
+        return (_job_of(asked, before), skips_special) in self._compiled
 
     def masks(
-        self, asked: StructuredOutputs, stop_ids: Collection[int], skips_special: bool = True
+        self,
+        asked: StructuredOutputs,
+        stop_ids: Collection[int],
+        skips_special: bool = True,
+        before: str | None = None,
     ) -> list[GrammarMask]:
         """Return new matchers of a request; a token must be allowed by all of them.
 
@@ -77,6 +82,7 @@ class Grammars:
             asked: what the text must follow.
             stop_ids: ids that end the request; one of them is allowed where the text is complete.
             skips_special: whether special tokens are no part of the text. Then they are not allowed.
+            before: what may stand before the text, from ``Reasoning.grammar``; None: nothing.
 
         Raises:
             GrammarError: xgrammar is not installed, there is no tokenizer that it can read, no id ends the request, or
@@ -88,9 +94,9 @@ class Grammars:
                 "structured_outputs: no token ends the request, so its text could never be complete; leave out "
                 "ignore_eos, or give stop_token_ids."
             )
-        found = [self._grammar(asked, skips_special)]
+        found = [self._grammar(asked, skips_special, before)]
         if (wider := _with_any_json(asked)) is not None:
-            found.append(self._grammar(wider, skips_special))
+            found.append(self._grammar(wider, skips_special, before))
         masks = [GrammarMask(grammar, ends, self._vocab_size, self._encode) for grammar in found]
         if not masks[0].allows_any():
             raise GrammarError(f"structured_outputs: the {asked.kind} {asked.text!r:.80} allows no text.")
@@ -101,8 +107,9 @@ class Grammars:
         assert tokenizer is not None
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _grammar(self, asked: StructuredOutputs, skips_special: bool) -> Any:
-        key = _key_of(asked, skips_special)
+    def _grammar(self, asked: StructuredOutputs, skips_special: bool, before: str | None = None) -> Any:
+        job = _job_of(asked, before)
+        key = (job, skips_special)
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
@@ -113,7 +120,7 @@ class Grammars:
             vocabulary, as_json = self._vocabularies[skips_special]
         import xgrammar
 
-        text, reason = _processes.answer(as_json, key[:3], self._seconds)
+        text, reason = _processes.answer(as_json, job, self._seconds)
         if text is None:
             raise _refusal(asked, reason)
         compiled = xgrammar.CompiledGrammar.deserialize_json(text, vocabulary)
@@ -147,7 +154,7 @@ class Grammars:
                 f"structured_outputs: xgrammar cannot read the vocabulary of the tokenizer, a {kind}: {error}"
             ) from error
         words = list(found.decoded_vocab)
-        for token in _special_ids(self._tokenizer) if skips_special else ():
+        for token in special_ids(self._tokenizer) if skips_special else ():
             if token < len(words):
                 words[token] = b""  # a token without text is allowed nowhere
         self._expect_same_texts(words, skips_special)
@@ -178,9 +185,9 @@ class Grammars:
             )
 
 
-def _key_of(asked: StructuredOutputs, skips_special: bool) -> _Key:
+def _job_of(asked: StructuredOutputs, before: str | None) -> _Job:
     kind, text = ("json", _OBJECT) if asked.kind == "json_object" else (asked.kind, asked.text)
-    return kind, text, not asked.disable_any_whitespace, skips_special
+    return kind, text, not asked.disable_any_whitespace, before
 
 
 def _with_any_json(asked: StructuredOutputs) -> StructuredOutputs | None:
@@ -206,7 +213,8 @@ def _without_schemas(part: Any) -> Any:
     return {name: _without_schemas(each) for name, each in part.items()}
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of a tokenizer's special tokens, of those that were added, too."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(token for token, word in added.items() if word.special)}
 
@@ -231,7 +239,7 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def answer(self, info: str, job: tuple[str, str, bool], seconds: float) -> tuple[str | None, str]:
+    def answer(self, info: str, job: _Job, seconds: float) -> tuple[str | None, str]:
         """Return the compiled grammar, or None and the reason; the process is dead after it took too long."""
         key = hash(info)
         try:
@@ -284,7 +292,7 @@ class _Processes:
         self._lock = Lock()
         atexit.register(self._end)
 
-    def answer(self, info: str, job: tuple[str, str, bool], seconds: float) -> tuple[str | None, str]:
+    def answer(self, info: str, job: _Job, seconds: float) -> tuple[str | None, str]:
         """Let one of them compile."""
         try:
             with self._permits, self._one() as process:
