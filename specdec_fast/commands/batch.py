@@ -29,17 +29,17 @@ from specdec_fast.commands.request_options import (
     default_params,
 )
 from specdec_fast.commands.result_files import ResultFile, add_result_options, report_interrupt, reserved_output
-from specdec_fast.commands.structured_options import add_tool_option
+from specdec_fast.commands.structured_options import add_answer_format_options
 from specdec_fast.config import EngineConfig
 from specdec_fast.engine.engine import Engine
 from specdec_fast.engine.output import Progress
 from specdec_fast.errors import SpecDecError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS, OPENAI_DEFAULTS, SamplingParams
+from specdec_fast.server.answer_format import AnswerFormat
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
-from specdec_fast.server.tool_calls.choosing import CallReading
 
 _OK = 200
 _ID_PREFIX = "batch_req_"  # of a result
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names that requests may give for the model (default: --target)",
     )
     add_chat_options(parser)
-    add_tool_option(parser)
+    add_answer_format_options(parser)
     add_generation_config_option(parser)
     add_engine_options(parser)
     parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
@@ -106,13 +106,13 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     engine = Engine(args.target, args.draft, config, draft_tokenizer=draft_tokenizer(args)) if good else None
     if engine is not None:
         report_choice(engine)
-    reading = _reading(args, engine, options.get("chat_template"))
+    answer_format = _answer_format(args, engine, options.get("chat_template"))
     defaults = default_params(args, engine) if engine else OPENAI_DEFAULTS
     num_failed = 0
     try:
         with results, Progress(len(good), None) as bar:
-            for line, outputs in _served(engine, rest, defaults, options, reading):
-                record, failure = _record(line, outputs, engine.tokenizer if engine else None, reading)
+            for line, outputs in _served(engine, rest, defaults, options, answer_format):
+                record, failure = _record(line, outputs, engine.tokenizer if engine else None, answer_format)
                 if failure is not None:
                     num_failed += 1
                     print(f"{args.input.name}, line {line.number}: {failure}", file=sys.stderr)
@@ -124,10 +124,11 @@ def _answer(args: argparse.Namespace, lines: list[BatchLine], options: dict[str,
     return 1 if num_failed else 0
 
 
-def _reading(args: argparse.Namespace, engine: Engine | None, chat_template: str | None) -> CallReading:
+def _answer_format(args: argparse.Namespace, engine: Engine | None, chat_template: str | None) -> AnswerFormat:
+    names = {"tool_call_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
     if engine is None:
-        return CallReading(args.tool_call_parser, None, ())
-    return CallReading(args.tool_call_parser, engine.tokenizer, engine.target.eos_token_ids, chat_template)
+        return AnswerFormat(None, (), **names)
+    return AnswerFormat(engine.tokenizer, engine.target.eos_token_ids, **names, chat_template=chat_template)
 
 
 def read_batch(path: Path, model_names: list[str]) -> list[BatchLine]:
@@ -190,14 +191,14 @@ def _served(
     lines: list[BatchLine],
     defaults: SamplingParams,
     options: dict[str, Any],
-    reading: CallReading,
+    answer_format: AnswerFormat,
 ) -> Iterator[tuple[BatchLine, list[GenerationOutput]]]:
     """Yield every line as soon as it can be answered: without outputs if it has a problem, else with one per choice."""
     choices: list[tuple[list[int], SamplingParams]] = []
     owners: list[BatchLine] = []
     missing: dict[int, int] = {}  # by number of the line
     for line in lines:
-        of_line = _choices(engine, line, defaults, options, reading)
+        of_line = _choices(engine, line, defaults, options, answer_format)
         if line.problem is not None:
             yield line, []
         choices += of_line
@@ -215,7 +216,11 @@ def _served(
 
 
 def _choices(
-    engine: Engine | None, line: BatchLine, defaults: SamplingParams, options: dict[str, Any], reading: CallReading
+    engine: Engine | None,
+    line: BatchLine,
+    defaults: SamplingParams,
+    options: dict[str, Any],
+    answer_format: AnswerFormat,
 ) -> list[tuple[list[int], SamplingParams]]:
     if engine is None or line.body is None or line.problem is not None:
         return []
@@ -224,7 +229,7 @@ def _choices(
     try:
         merged = {**options, **requested, "chat_template_kwargs": variables}
         ids = [engine.encode(prompt, **merged) for prompt in line.body.prompts]
-        requests = line.body.constrained(line.body.requests(defaults), reading.format)
+        requests = line.body.constrained(line.body.requests(defaults), answer_format)
         num_each = line.body.n or 1
         return [(ids[i // num_each], choice) for i, (_, choice) in enumerate(requests)]
     except SpecDecError as error:
@@ -233,7 +238,7 @@ def _choices(
 
 
 def _record(
-    line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None, reading: CallReading
+    line: BatchLine, outputs: list[GenerationOutput], tokenizer: Any | None, answer_format: AnswerFormat
 ) -> tuple[dict[str, Any], str | None]:
     record = {"id": f"{_ID_PREFIX}{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": None}
     failure = None if line.problem is None else line.problem.message
@@ -246,7 +251,7 @@ def _record(
     if line.problem is None and line.endpoint is not None and line.body is not None:
         try:
             answer = line.endpoint.answer(line.body, request_id, line.body.model or "", tokenizer)
-            answer.read_calls(reading)
+            answer.read_as(answer_format)
             body = answer.whole(outputs)
         except SpecDecError as error:
             failure = str(error)

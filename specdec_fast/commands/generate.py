@@ -19,7 +19,7 @@ from specdec_fast.commands.request_options import (
     sampling_params,
 )
 from specdec_fast.commands.result_files import add_result_options, reserved_output
-from specdec_fast.commands.structured_options import add_structured_options, structured_outputs
+from specdec_fast.commands.structured_options import add_structured_options, reasoning, structured_outputs
 from specdec_fast.results import GenerationOutput
 
 
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     options = chat_options(args)
     config = engine_config(args, args.dtype)
     # wrong values are refused before the models are loaded
-    common = replace(sampling_params(args, **output_params(args)), structured_outputs=structured_outputs(args))
+    sampling = sampling_params(args, **output_params(args))
+    common = replace(sampling, structured_outputs=structured_outputs(args), reasoning=reasoning(args))
     tokenizer = draft_tokenizer(args)
     with reserved_output(args, args.prompts):
         return write_results(args, lines, args.draft, config, common, options, _record, tokenizer)

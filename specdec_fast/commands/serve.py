@@ -29,7 +29,7 @@ from specdec_fast.commands.request_options import (
     default_params,
     read_chat_template,
 )
-from specdec_fast.commands.structured_options import add_tool_option
+from specdec_fast.commands.structured_options import add_answer_format_options
 from specdec_fast.errors import ConfigError
 from specdec_fast.sampling_params import CHAT_ANSWER_TOKENS
 
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens", type=int, default=512, metavar="N", help="prompt tokens per step (default: 512)"
     )
     add_chat_template_option(parser)
-    add_tool_option(parser)
+    add_answer_format_options(parser)
     add_generation_config_option(parser)
     add_engine_options(parser)
     parser.set_defaults(max_new_tokens=CHAT_ANSWER_TOKENS)
@@ -130,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
             stream_interval=args.stream_interval,
             max_request_bytes=args.max_request_bytes,
             tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
         )
         with _not_collected():
             asyncio.run(_serve(app, engine, listener, args))

@@ -1,23 +1,32 @@
-"""Options of commands for what texts must follow, and for calls of tools."""
+"""Options of commands for what texts must follow, and for how models write calls of tools and reasoning."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
+from specdec_fast.structured_outputs.reasoning import REASONING_FORMATS, Reasoning
 
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:
-    """Add --json-schema, --json-object, --regex, --choice and --grammar, of which one may be given."""
+    """Add --json-schema, --json-object, --regex, --choice and --grammar, of which one may be given, and --reasoning."""
     group = parser.add_argument_group("what every text must follow (needs the extra grammar); one of")
     group.add_argument("--json-schema", type=Path, default=None, metavar="FILE", help="a JSON schema")
     group.add_argument("--json-object", action="store_true", help="any JSON object")
     group.add_argument("--regex", default=None, metavar="REGEX", help="a regular expression of the whole text")
     group.add_argument("--choice", action="append", default=None, metavar="TEXT", help="one of these texts; repeatable")
     group.add_argument("--grammar", type=Path, default=None, metavar="FILE", help="a grammar in EBNF, with a rule root")
+    reasoning = parser.add_argument_group("reasoning before the answer, which alone follows these")
+    reasoning.add_argument(
+        "--reasoning", default=None, metavar="NAME", help=f"how the model marks it: {', '.join(REASONING_FORMATS)}"
+    )
+    reasoning.add_argument(
+        "--reasoning-tokens", type=int, default=None, metavar="N", help="its tokens at most; with --reasoning"
+    )
 
 
 def structured_outputs(args: argparse.Namespace) -> StructuredOutputs | None:
@@ -39,6 +48,20 @@ def structured_outputs(args: argparse.Namespace) -> StructuredOutputs | None:
     return StructuredOutputs.of(given) if given else None
 
 
+def reasoning(args: argparse.Namespace) -> Reasoning | None:
+    """Return what ``--reasoning`` and ``--reasoning-tokens`` say; None without them.
+
+    Raises:
+        ConfigError: a limit is given without a format.
+        InvalidParamsError: the format is unknown, or the limit is wrong.
+    """
+    if args.reasoning is None:
+        if args.reasoning_tokens is not None:
+            raise ConfigError("--reasoning-tokens: pass --reasoning NAME, too: how the model marks its reasoning.")
+        return None
+    return replace(Reasoning.of(args.reasoning), max_tokens=args.reasoning_tokens)
+
+
 def _read(option: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -46,12 +69,19 @@ def _read(option: str, path: Path) -> str:
         raise ConfigError(f"{option} {path}: not UTF-8 text: {error}") from None
 
 
-def add_tool_option(parser: argparse.ArgumentParser) -> None:
-    """Add --tool-call-parser."""
+def add_answer_format_options(parser: argparse.ArgumentParser) -> None:
+    """Add --tool-call-parser and --reasoning-parser."""
     parser.add_argument(
         "--tool-call-parser",
         default=None,
         metavar="NAME",
         help="how the model writes calls of tools: hermes, qwen3, llama3_json, mistral, mistral_args or openai "
+        "(default: as the chat template shows)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default=None,
+        metavar="NAME",
+        help=f"how the model marks what it reasons: {', '.join(REASONING_FORMATS)}; none leaves it in the content "
         "(default: as the chat template shows)",
     )

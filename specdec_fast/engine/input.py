@@ -30,10 +30,9 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
 from specdec_fast.structured_outputs.compiling import Grammars, special_ids
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
-from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState
+from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState, state_behind_prompt
 
 _DEFAULTS = PromptOptions()
-_MOST_MARK_TOKENS = 32  # at the end of a prompt, with the whitespace behind them
 _ANY_TEXT = StructuredOutputs(structural_tag={"type": "structural_tag", "format": {"type": "any_text"}})
 
 
@@ -197,11 +196,9 @@ class RequestBuilder:
                     f"reasoning: {mark!r:.80} is a special token of the tokenizer, which a text leaves out; "
                     "pass skip_special_tokens=False."
                 )
-        # A mark has a few tokens. Whether a continued message reasons, its whole text says.
-        end_of_prompt = prompt_ids if options.continue_final_message else prompt_ids[-_MOST_MARK_TOKENS:]
         with tokenizer_failures(GrammarError, "reasoning: the tokenizer cannot decode the end of the prompt"):
-            text = str(tokenizer.decode(end_of_prompt))
-        return reasoning.grammar(reasoning.state_behind(text, options.continue_final_message))
+            state = state_behind_prompt(reasoning, tokenizer, prompt_ids, options.continue_final_message)
+        return reasoning.grammar(state)
 
     def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
         limit = self._target.max_positions

@@ -6,15 +6,15 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from specdec_fast.results import GenerationOutput, StreamChunk
+from specdec_fast.server.answer_format import AnswerFormat
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
-from specdec_fast.server.tool_calls.choosing import CallReading
-from specdec_fast.server.tool_calls.formats import ToolCall, ToolFormat
-from specdec_fast.server.tool_calls.reading import reader_of
+from specdec_fast.server.reading import AnswerPart, AnswerReader
+from specdec_fast.server.tool_calls.formats import ToolCall
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _INCOMPLETE = "\ufffd"
@@ -73,9 +73,9 @@ class Answer(ABC):
         self._decoded_texts: dict[tuple[int, ...], str] = {}
         self._echoed_tokens: dict[int, bool] = {}
 
-    def read_calls(self, reading: CallReading) -> None:
-        """Read calls of functions in the texts, from now on, if the body asks for it."""
-        # only chats have tools
+    def read_as(self, answer_format: AnswerFormat) -> None:
+        """Read the texts from now on as a model writes them in chats."""
+        # completions are continued texts
         return None
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
@@ -312,61 +312,90 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl"
     has_prompt_per_choice = False  # as in vLLM; all choices of a chat have one prompt
     body: ChatBody
-    _format: ToolFormat | None = None
-    _ends: Collection[str] = ()
+    _format: AnswerFormat | None = None  # None: all text is content
 
-    def read_calls(self, reading: CallReading) -> None:
-        if self.body.reads_calls(reading.format):
-            self._format = reading.format
-            self._ends = reading.ends
-            self._readers: dict[int, Any] = {}
+    def read_as(self, answer_format: AnswerFormat) -> None:
+        if answer_format.reasoning is not None or self.body.reads_calls(answer_format.calls):
+            self._format = answer_format
+            self._readers: dict[int, AnswerReader] = {}
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         body = super().whole(outputs)
         if self._format is None:
             return body
-        for choice in body["choices"]:
-            reader = reader_of(self._format, self._ends)
-            content, calls = reader.add(choice["message"]["content"], is_last=True)
-            if calls := self._shown_calls(calls, 0):
-                choice["message"]["tool_calls"] = calls
-            choice["message"]["content"] = content if content or not calls else None
+        for index, (choice, output) in enumerate(zip(body["choices"], outputs, strict=True)):
+            message = choice["message"]
+            part = self._reader(index, output.prompt_ids).add(message["content"], output.token_ids, is_last=True)
+            calls = self._shown_calls(part.calls, 0)
+            message |= self._shown_reasoning(part) | ({"tool_calls": calls} if calls else {})
+            message["content"] = part.content if part.content or not (calls or part.reasoning) else None
             choice["finish_reason"] = _reason(choice["finish_reason"], bool(calls))
-        return body
+        return body | {"usage": self._with_reasoning(body["usage"])}
 
     def event(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> dict[str, Any] | None:
         if self._format is None:
             return super().event(index, chunk, prompt_ids)
-        reader = self._readers.setdefault(index, reader_of(self._format, self._ends))
+        reader = self._reader(index, prompt_ids)
         num_before = reader.num_calls
-        content, found = reader.add(chunk.text or "", is_last=chunk.finish_reason is not None)
-        calls = self._shown_calls(found, num_before)
-        # A chunk with calls has something to show, although it may have no text.
-        shown = replace(chunk, text=content, finish_reason=chunk.finish_reason or ("stop" if calls else None))
+        part = reader.add(chunk.text or "", chunk.token_ids, is_last=chunk.finish_reason is not None)
+        calls = self._shown_calls(part.calls, num_before)
+        reasoning = self._shown_reasoning(part)
+        # A chunk with calls or reasoning has something to show, although it may have no content.
+        has_more = bool(calls or reasoning)
+        shown = replace(chunk, text=part.content, finish_reason=chunk.finish_reason or ("stop" if has_more else None))
         event = super().event(index, shown, prompt_ids)
         if event is not None:
             choice = event["choices"][0]
             choice["finish_reason"] = _reason(chunk.finish_reason, reader.num_calls > 0)
+            choice["delta"] |= reasoning
             if calls:
                 numbered = [{"index": num_before + place, **call} for place, call in enumerate(calls)]
                 choice["delta"]["tool_calls"] = numbered
         return event
 
     def event_json(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> str | None:
-        if self._format is None:
+        if self._format is None or self._reader(index, prompt_ids).is_plain:
             return super().event_json(index, chunk, prompt_ids)
         event = self.event(index, chunk, prompt_ids)
         return None if event is None else json.dumps(event)
 
+    def usage_event(self, prompts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        event = super().usage_event(prompts)
+        return event | {"usage": self._with_reasoning(event["usage"])}
+
+    def _reader(self, index: int, prompt_ids: list[int]) -> AnswerReader:
+        """Return the reader of choice ``index``."""
+        assert self._format is not None
+        if index not in self._readers:
+            reads_calls = self.body.reads_calls(self._format.calls)
+            is_continued = bool(self.body.continue_final_message)
+            self._readers[index] = AnswerReader(self._format, reads_calls, self._tokenizer, prompt_ids, is_continued)
+        return self._readers[index]
+
+    def _shown_reasoning(self, part: AnswerPart) -> dict[str, str]:
+        """Return the fields of a message that have reasoning: with vLLM's name, and with that of most clients."""
+        is_shown = part.reasoning and self.body.include_reasoning is not False
+        return dict.fromkeys(("reasoning", "reasoning_content"), part.reasoning) if is_shown else {}
+
+    def _with_reasoning(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return a usage with the tokens of reasoning, where it is known how the model marks it."""
+        if self._format is None or self._format.reasoning is None:
+            return usage
+        num_tokens = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        return usage | {"completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
     def _shown_calls(self, calls: list[ToolCall], num_before: int) -> list[dict[str, Any]]:
         """Return calls as the API shows them, no more than the body allows."""
-        assert self._format is not None
         use = self.body.tool_use
         if use is not None and use.most is not None:
             calls = calls[: max(0, use.most - num_before)]
+        if not calls:
+            return []
+        assert self._format is not None
+        assert self._format.calls is not None
         return [
             {
-                "id": self._format.call_id(uuid.uuid4().hex),
+                "id": self._format.calls.call_id(uuid.uuid4().hex),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

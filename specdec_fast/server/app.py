@@ -21,6 +21,7 @@ from specdec_fast.config import expect_at_least, expect_seconds
 from specdec_fast.errors import ConfigError, GrammarError
 from specdec_fast.results import GenerationOutput
 from specdec_fast.sampling_params import OPENAI_DEFAULTS, SamplingParams
+from specdec_fast.server.answer_format import AnswerFormat
 from specdec_fast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec_fast.server.gate import Gate
 from specdec_fast.server.http import (
@@ -34,7 +35,6 @@ from specdec_fast.server.http import (
 from specdec_fast.server.metrics import CONTENT_TYPE, Metrics
 from specdec_fast.server.problems import Problem, problem_of, unknown_model, validation_problem
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
-from specdec_fast.server.tool_calls.choosing import CallReading
 from specdec_fast.service import AsyncEngine, AsyncStream
 
 _logger = logging.getLogger("specdec_fast.server")
@@ -42,7 +42,7 @@ _WARM_UP_TOKENS = 8
 _CLIENT_GONE = 499  # as nginx logs it; the client has closed the connection
 
 
-def create_app(
+def create_app(  # noqa: PLR0913  # options that are given by name
     engine: AsyncEngine,
     *,
     model_names: Sequence[str] = (),
@@ -52,6 +52,7 @@ def create_app(
     stream_interval: int = 1,
     max_request_bytes: int = 4 << 20,
     tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> FastAPI:
     """Return an application that serves an engine; it can run by itself or be mounted in another one.
 
@@ -68,6 +69,8 @@ def create_app(
         max_request_bytes: largest size of a request's body.
         tool_call_parser: how the model writes calls of functions, a name of ``server/tool_calls/formats.py``; None: as
             the tokenizer's chat template shows.
+        reasoning_parser: how it marks reasoning, a name of ``structured_outputs/reasoning.py``; ``"none"`` leaves it in
+            the content; None: as the tokenizer's chat template shows.
 
     Raises:
         ConfigError: a limit is out of range, the key is empty, or an argument has a wrong type.
@@ -80,8 +83,13 @@ def create_app(
     expect_at_least("stream_interval", stream_interval, 1)
     if timeout is not None:
         expect_seconds("timeout", timeout)
-    reading = CallReading(tool_call_parser, engine.engine.tokenizer, engine.engine.target.eos_token_ids)
-    api = _Api(engine, _checked_names(model_names, engine), timeout, default_params, stream_interval, reading)
+    answer_format = AnswerFormat(
+        engine.engine.tokenizer,
+        engine.engine.target.eos_token_ids,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+    )
+    api = _Api(engine, _checked_names(model_names, engine), timeout, default_params, stream_interval, answer_format)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -141,10 +149,10 @@ class _Api:
         timeout: float | None,
         default_params: SamplingParams,
         stream_interval: int,
-        reading: CallReading,
+        answer_format: AnswerFormat,
     ) -> None:
         self._engine = engine
-        self._reading = reading
+        self._answer_format = answer_format
         self._names = names
         self._timeout = timeout
         self._default_params = default_params
@@ -209,8 +217,8 @@ class _Api:
             if body.num_choices > self._engine.max_requests:  # a body of 4 MiB may ask for a hundred million
                 message = f"{body.num_choices} choices in one request; the server takes {self._engine.max_requests}."
                 return problem_response(Problem(400, message))
-            requests = body.constrained(body.requests(self._default_params), self._reading.format)
-            answer.read_calls(self._reading)
+            requests = body.constrained(body.requests(self._default_params), self._answer_format)
+            answer.read_as(self._answer_format)
             if len(requests) > 1:  # choices that never fit together would be answered with 429 again and again
                 prompts = [(*each, body.n or 1) for each in requests[:: body.n or 1]]
                 await self._engine.expect_budget(prompts, timeout=self._timeout, **body.prompt_options())

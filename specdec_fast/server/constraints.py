@@ -113,14 +113,7 @@ def constraint_of(
         raise GrammarError("structured_outputs: response_format is given, too; send one of them.")
     must_follow = choice is not None and (choice.is_required or choice.is_strict or element is not None)
     if choice is None or tool_format is None or not must_follow:
-        if element is None:
-            return asked
-        is_tag = element["type"] != "json_schema"
-        return (
-            StructuredOutputs(structural_tag=_tag(element))
-            if is_tag
-            else StructuredOutputs(json=element["json_schema"])
-        )
+        return _of_content(asked, element, tool_format)
     if asked is not None:
         raise GrammarError("structured_outputs: calls of tools are constrained, too; send tool_choice='none'.")
     for index, tool in enumerate(choice.tools):
@@ -129,10 +122,42 @@ def constraint_of(
     if choice.is_required:
         found = tool_format.calls(tools, choice.most)
     elif element is not None:
-        found = {"type": "or", "elements": [tool_format.calls(tools, choice.most), element]}
+        found = {"type": "or", "elements": [tool_format.calls(tools, choice.most), tool_format.content(element)]}
     else:
         found = tool_format.free_text(tools, choice.most)
     return StructuredOutputs(structural_tag=_tag(found))
+
+
+def _of_content(
+    asked: StructuredOutputs | None, element: dict[str, Any] | None, tool_format: ToolFormat | None
+) -> StructuredOutputs | None:
+    """Return what an answer must follow that calls nothing."""
+    if tool_format is not None and tool_format.reads_every_answer:
+        element = _element_of(asked) if asked is not None else element
+        return None if element is None else StructuredOutputs(structural_tag=_tag(tool_format.content(element)))
+    if element is None:
+        return asked
+    if element["type"] == "json_schema":
+        return StructuredOutputs(json=element["json_schema"])
+    return StructuredOutputs(structural_tag=_tag(element))
+
+
+def _element_of(asked: StructuredOutputs) -> dict[str, Any]:
+    """Return ``structured_outputs`` as an element of a structural tag."""
+    if asked.disable_any_whitespace:
+        raise GrammarError(
+            "structured_outputs: disable_any_whitespace is not supported where a model writes answers in channels; "
+            "leave it out."
+        )
+    if asked.kind == "json":
+        return _json_of(json.loads(asked.text))
+    if asked.kind == "json_object":
+        return _json_of({"type": "object"})
+    if asked.kind == "choice":
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in json.loads(asked.text)]}
+    if asked.kind == "structural_tag":
+        return dict(json.loads(asked.text).get("format") or {})
+    return {"type": asked.kind, "pattern" if asked.kind == "regex" else "grammar": asked.text}
 
 
 def _tag(element: Mapping[str, Any]) -> str:

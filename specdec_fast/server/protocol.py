@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.types import FailFast
@@ -17,13 +17,18 @@ from pydantic_core import PydanticCustomError
 
 from specdec_fast.errors import InvalidParamsError
 from specdec_fast.sampling_params import SamplingParams
+from specdec_fast.server.answer_format import AnswerFormat
 from specdec_fast.server.constraints import ToolChoice, constraint_of, tool_choice_of
 from specdec_fast.server.tool_calls.formats import ToolFormat
 from specdec_fast.server.unsupported import UNSUPPORTED, first_unsupported
+from specdec_fast.structured_outputs.reasoning import Reasoning
 
 _logger = logging.getLogger("specdec_fast.server")
 _MOST_CHOICES = 128  # of one prompt, as in OpenAI's API
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
+_NO_BUDGET = -1  # of reasoning, as in vLLM
+# Variables by which chat templates switch reasoning on and off: of Qwen, GLM and others; of DeepSeek and Granite.
+_REASONING_SWITCHES = ("enable_thinking", "thinking")
 _MOST_TOP_LOGPROBS = 20  # most likely tokens at one place, as in OpenAI's chats and in vLLM
 
 
@@ -50,6 +55,12 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+
+def _with_both_names(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose reasoning has the name of vLLM's API and that of others, because templates read either."""
+    given = message.get("reasoning_content") or message.get("reasoning")
+    return {**message, "reasoning": given, "reasoning_content": given} if isinstance(given, str) else message
 
 
 class RequestBody(BaseModel):
@@ -151,34 +162,25 @@ class RequestBody(BaseModel):
         return "structured_outputs" if self.structured_outputs is not None or self.tool_use is None else "tools"
 
     def constrained(
-        self, requests: list[tuple[Any, SamplingParams]], tool_format: ToolFormat | None
+        self, requests: list[tuple[Any, SamplingParams]], answer_format: AnswerFormat
     ) -> list[tuple[Any, SamplingParams]]:
         """Return requests whose answers follow what the body asks for.
 
         Args:
             requests: of ``requests``.
-            tool_format: how the model writes calls; None if that is not known.
+            answer_format: how the model writes answers.
 
         Raises:
             GrammarError: what is asked for is wrong.
-            InvalidParamsError: functions may be called, and it is not known how the model does it.
+            InvalidParamsError: it depends on how the model writes, and that is not known.
         """
-        if self.tool_use is not None and tool_format is None:
-            raise InvalidParamsError(
-                f"tools={[tool.name for tool in self.tool_use.tools]!r:.80}: the chat template shows no known format "
-                "of calls; start the server with --tool-call-parser, or send tool_choice='none'."
-            )
-        changes: dict[str, Any] = {}
-        asked = constraint_of(self.response_format, self.structured_outputs, self.tool_use, tool_format)
-        if asked is not None:
-            changes["structured_outputs"] = asked
-        if tool_format is not None and tool_format.has_special_tokens and self.reads_calls(tool_format):
-            changes["skip_special_tokens"] = False
+        changes = self._constraints(answer_format)
         return [(prompt, replace(params, **changes)) for prompt, params in requests] if changes else requests
 
-    def reads_calls(self, tool_format: ToolFormat | None) -> bool:
-        """Return whether the answer is read as text with calls in it."""
-        return False
+    def _constraints(self, answer_format: AnswerFormat) -> dict[str, Any]:
+        """Return the parameters that ``constrained`` sets, with its errors."""
+        asked = constraint_of(self.response_format, self.structured_outputs, None, None)
+        return {} if asked is None else {"structured_outputs": asked}
 
     @abstractmethod
     def _check_own(self) -> None:
@@ -272,11 +274,14 @@ class ChatBody(RequestBody):
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = True
+    thinking_token_budget: int | None = Field(None, ge=-1)
     _tool_use: ToolChoice | None = PrivateAttr(None)
 
     @property
     def prompts(self) -> list[Any]:
-        return [self.messages]
+        return [[_with_both_names(message) for message in self.messages]]
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -285,14 +290,54 @@ class ChatBody(RequestBody):
     def prompt_options(self) -> dict[str, Any]:
         names = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
         options = {name: getattr(self, name) for name in names} | {"tools": self.tools if self.tool_use else None}
+        if self.reasoning_effort is not None:
+            switches = dict.fromkeys(_REASONING_SWITCHES, self.reasoning_effort != "none")
+            given = self.chat_template_kwargs or {}
+            options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **switches, **given}
         return super().prompt_options() | {name: value for name, value in options.items() if value is not None}
 
     @property
     def tool_use(self) -> ToolChoice | None:
         return self._tool_use
 
-    def reads_calls(self, tool_format: ToolFormat | None) -> bool:
-        return tool_format is not None and (self.tool_use is not None or tool_format.reads_every_answer)
+    def _constraints(self, answer_format: AnswerFormat) -> dict[str, Any]:
+        calls = answer_format.calls
+        if self.tool_use is not None and calls is None:
+            raise InvalidParamsError(
+                f"tools={[tool.name for tool in self.tool_use.tools]!r:.80}: the chat template shows no known format "
+                "of calls; start the server with --tool-call-parser, or send tool_choice='none'."
+            )
+        if self.reasoning_effort is not None and not any(
+            name in answer_format.template for name in ("reasoning_effort", *_REASONING_SWITCHES)
+        ):
+            raise InvalidParamsError(
+                f"reasoning_effort={self.reasoning_effort!r}: the chat template reads neither it nor "
+                f"{' nor '.join(_REASONING_SWITCHES)}; leave it out, or send what it reads in chat_template_kwargs."
+            )
+        asked = constraint_of(self.response_format, self.structured_outputs, self.tool_use, calls)
+        changes: dict[str, Any] = {} if asked is None else {"structured_outputs": asked}
+        if (reasoning := self._reasoning(answer_format)) is not None:
+            changes["reasoning"] = reasoning
+        reads_special_tokens = calls is not None and calls.has_special_tokens and self.reads_calls(calls)
+        if reads_special_tokens or answer_format.has_special_marks:
+            changes["skip_special_tokens"] = False
+        return changes
+
+    def _reasoning(self, answer_format: AnswerFormat) -> Reasoning | None:
+        """Return how the answer may begin with reasoning, and how long that may be."""
+        budget = self.thinking_token_budget
+        if budget is None or budget == _NO_BUDGET:
+            return answer_format.reasoning
+        if answer_format.reasoning is None:
+            raise InvalidParamsError(
+                f"thinking_token_budget={budget}: it is not known how the model marks its reasoning; start the server "
+                "with --reasoning-parser, or leave it out."
+            )
+        return replace(answer_format.reasoning, max_tokens=budget)
+
+    def reads_calls(self, calls: ToolFormat | None) -> bool:
+        """Return whether the answer is read as text with calls, which the model writes in this format."""
+        return calls is not None and (self.tool_use is not None or calls.reads_every_answer)
 
     def _check_own(self) -> None:
         self._tool_use = tool_choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)

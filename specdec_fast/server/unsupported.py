@@ -67,7 +67,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning": (),
     "reasoning_budget_tokens": (-1,),
     "reasoning_effort": (),
-    "reasoning_format": ("none", "auto"),
+    "reasoning_format": ("auto", "deepseek"),
     "regex": (),
     "repeat_penalty": (1,),
     "repetition_detection": (),
@@ -126,10 +126,16 @@ _ADVICE = {
     "n_cmpl": "use n",
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
+    "include_reasoning": "only chats have it",
+    "reasoning_effort": "only chats have it",
+    "reasoning": "use reasoning_effort, thinking_token_budget or include_reasoning",
+    "reasoning_budget_tokens": "use thinking_token_budget",
+    "reasoning_format": "the server's option --reasoning-parser sets it for all requests",
     "regex": "use structured_outputs, with regex",
     "repeat_penalty": "use repetition_penalty",
     "structural_tag": "use structured_outputs, with structural_tag",
     "thinking": "use chat_template_kwargs",
+    "thinking_token_budget": "only chats have it",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from specdec_fast.errors import InvalidParamsError
 
 _MOST_MARK_CHARACTERS = 256
+_MOST_MARK_TOKENS = 32  # at the end of a prompt, with the whitespace behind them
 _MOST_TOKENS = 2**31 - 1  # xgrammar counts with 32 bits
 _SPACE_BEFORE_ANSWER = r"\s{0,20}"  # models write line ends behind their reasoning
 
@@ -127,16 +128,27 @@ class ReasoningReader:
     """
 
     def __init__(self, reasoning: Reasoning, state: ReasoningState) -> None:
-        self._reasoning = reasoning
+        self.reasoning = reasoning
         self._state = state
         self._held = ""  # text of which it is not certain yet what it is
         self._has_reasoning = False  # whether some was returned
-        self._follows_reasoning = False  # whether the answer's first character is still to come
+        self._had_reasoning = False  # whether the text ended it
+        self._has_answer = False
 
     @property
-    def is_reasoning(self) -> bool:
-        """Whether the text so far ends within the reasoning."""
-        return self._state is ReasoningState.BEGUN
+    def has_begun(self) -> bool:
+        """Whether the text, or the prompt, has begun to reason."""
+        return self._state is ReasoningState.BEGUN or self._had_reasoning
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no more reasoning to come."""
+        return self._state is ReasoningState.ENDED
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text to come is the answer's as it is."""
+        return self.has_ended and (self._has_answer or not self._had_reasoning)
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """Add the next text; return the reasoning and the part of the answer that are certain now."""
@@ -148,19 +160,19 @@ class ReasoningReader:
 
     def _look_for_begin(self, is_last: bool) -> None:
         begun = self._held.lstrip()
-        if begun.startswith(self._reasoning.begin):
-            self._held = begun[len(self._reasoning.begin) :]
+        if begun.startswith(self.reasoning.begin):
+            self._held = begun[len(self.reasoning.begin) :]
             self._state = ReasoningState.BEGUN
-        elif is_last or not self._reasoning.begin.startswith(begun):
+        elif is_last or not self.reasoning.begin.startswith(begun):
             self._state = ReasoningState.ENDED
 
     def _take_reasoning(self, is_last: bool) -> str:
-        end = self._reasoning.end
+        end = self.reasoning.end
         before, mark, behind = self._held.partition(end)
         if mark:
             self._held = behind
             self._state = ReasoningState.ENDED
-            self._follows_reasoning = True
+            self._had_reasoning = True
         else:
             certain = len(before) if is_last else len(before) - overlap(before, end)
             self._held = before[certain:]
@@ -174,10 +186,21 @@ class ReasoningReader:
         return found
 
     def _take_answer(self) -> str:
-        answer = self._held.lstrip() if self._follows_reasoning else self._held
-        self._follows_reasoning = self._follows_reasoning and not answer
+        answer = self._held.lstrip() if self._had_reasoning and not self._has_answer else self._held
+        self._has_answer = self._has_answer or bool(answer)
         self._held = ""
         return answer
+
+
+def state_behind_prompt(
+    reasoning: Reasoning, tokenizer: Any | None, prompt_ids: list[int], is_continued: bool = False
+) -> ReasoningState:
+    """Return where a prompt of token ids leaves the model; a prompt without texts has begun no reasoning."""
+    if tokenizer is None:
+        return ReasoningState.AHEAD
+    # Whether a message that is continued is in the midst of its reasoning, its whole text says.
+    end_of_prompt = prompt_ids if is_continued else prompt_ids[-_MOST_MARK_TOKENS:]
+    return reasoning.state_behind(str(tokenizer.decode(end_of_prompt)), is_continued)
 
 
 def overlap(text: str, mark: str) -> int:

@@ -16,7 +16,10 @@ from specdec_fast.server.protocol import ChatBody, CompletionBody
 FIELDS = [field.name for field in fields(sd.SamplingParams)]
 # Bodies of requests are the lines of batch files as well.
 BODY_NAMES = {"max_new_tokens": "max_tokens"}
-NOT_IN_BODIES = {"logits_processors": "functions of Python"}
+NOT_IN_BODIES = {
+    "logits_processors": "functions of Python",
+    "reasoning": "the server's option --reasoning-parser; a chat may limit it (thinking_token_budget)",
+}
 OPTIONS = {"bad_words": "bad_word", "structured_outputs": "json_schema"}
 NOT_IN_OPTIONS = {
     "logits_processors": "functions of Python",
@@ -28,7 +31,7 @@ NOT_IN_OPTIONS = {
 }
 NOT_IN_CONFIGS = {
     "presence_penalty", "frequency_penalty", "allowed_token_ids", "seed", "logprobs", "num_draft_tokens",
-    "prompt_logprobs", "priority", "skip_special_tokens", "structured_outputs",
+    "prompt_logprobs", "priority", "skip_special_tokens", "structured_outputs", "reasoning",
 }  # fmt: skip
 
 

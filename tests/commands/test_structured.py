@@ -27,28 +27,38 @@ def test_generate_and_batch(tmp_path, monkeypatch, capsys):
     assert main([*argv, "--json-schema", "schema.json"]) == 0
     (record,) = read_lines(tmp_path / "out.jsonl")
     assert record["text"] in ('"yes"', '"no"')
+    reasoning = ["--choice", "7", "--reasoning", "think", "--reasoning-tokens", "3"]
+    write_lines(tmp_path / "in.jsonl", {"prompt": "Yes or no? <think>"})
+    assert main([*argv, "--overwrite", *reasoning]) == 0
+    (record,) = read_lines(tmp_path / "out.jsonl")
+    assert record["text"].rstrip().endswith("7")
+    assert "</think>" in record["text"]
+    assert main([*argv, "--overwrite", "--reasoning-tokens", "3"]) == 2
+    assert "--reasoning NAME" in capsys.readouterr().err
     assert main([*argv, "--overwrite", "--regex", "a", "--choice", "b"]) == 2
     assert "given: regex, choice" in capsys.readouterr().err
 
     (tmp_path / "template.jinja").write_text(TEMPLATE.replace("t.name", "t.function.name") + CALL)
-    chat = {"model": "m", "messages": HELLO, "temperature": 0, "max_tokens": 200}
+    chat = {"model": "m", "messages": HELLO, "temperature": 0, "max_tokens": 200, "thinking_token_budget": 3}
     bodies = [
         {**chat, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
         {**chat, "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 7}}}},
         {**chat, "structured_outputs": {"regex": "(a"}},
+        {**chat, "structured_outputs": {"choice": ["7"]}},
     ]
     lines = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": b} for i, b in enumerate(bodies)
     ]
     write_lines(tmp_path / "batch.jsonl", *lines)
     options = ["--input", "batch.jsonl", "--output", "answers.jsonl", "--chat-template", "template.jinja"]
+    options += ["--reasoning-parser", "think"]
     assert main(["batch", *PAIR, *options, "--served-model-name", "m"]) == 1
     found = {line["custom_id"]: line["response"] for line in read_lines(tmp_path / "answers.jsonl")}
-    choices = [found[str(i)]["body"]["choices"][0]["message"] for i in range(2)]
+    choices = [found[str(i)]["body"]["choices"][0]["message"] for i in (0, 1, 3)]
     (call,) = choices[0]["tool_calls"]
     assert call["function"]["name"] == "vote"
     assert json.loads(call["function"]["arguments"])["answer"] in ("yes", "no")
-    assert choices[1]["content"] == "7"
+    assert choices[1]["content"] == choices[2]["content"] == "7"
     assert found["2"]["status_code"] == 400
     assert "parenthesis is not closed" in found["2"]["body"]["error"]["message"]
 

@@ -74,6 +74,10 @@ class ToolFormat(ABC):
             "stop_after_first": most == 1,
         }
 
+    def content(self, element: dict[str, Any]) -> dict[str, Any]:
+        """Return the structural tag's format of an answer without calls whose content follows ``element``."""
+        return element
+
     @abstractmethod
     def _tag(self, tool: Tool) -> dict[str, Any]:
         """Return the tag of one call."""
@@ -226,13 +230,18 @@ class HarmonyFormat(ToolFormat):
         return Taken(calls, stop)
 
     def calls(self, tools: list[Tool], most: int | None) -> dict[str, Any]:
-        thoughts = _sequence(
+        return self._behind_reasoning({"type": "or", "elements": [self._tag(tool) for tool in tools]})
+
+    def content(self, element: dict[str, Any]) -> dict[str, Any]:
+        return self._behind_reasoning(_sequence(_text("<|channel|>final<|message|>"), element))
+
+    def _behind_reasoning(self, element: dict[str, Any]) -> dict[str, Any]:
+        reasoning = _sequence(
             _text("<|channel|>analysis<|message|>"),
             {"type": "any_text", "excludes": ["<|end|>", "<|channel|>", "<|start|>", "<|message|>"]},
             _text("<|end|><|start|>assistant"),
         )
-        call = {"type": "or", "elements": [self._tag(tool) for tool in tools]}
-        return _sequence({"type": "optional", "content": thoughts}, call)
+        return _sequence({"type": "optional", "content": reasoning}, element)
 
     def free_text(self, tools: list[Tool], most: int | None) -> dict[str, Any]:
         triggers = ["<|channel|>commentary to="]

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from specdec_fast.server.tool_calls.formats import HarmonyFormat, ToolCall, ToolFormat
+from specdec_fast.structured_outputs.reasoning import overlap
 
 _SPACE_AT_END = re.compile(r"\s*\Z")
 
@@ -28,12 +29,13 @@ class CallReader:
         self._held = ""  # text that is neither content nor a call yet
         self._has_content = False
         self.num_calls = 0  # that were returned
+        self.reasoning = ""  # which this format leaves to others
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[ToolCall]]:
         """Add the next text; return the content and the calls that are certain now."""
         self._held += text
         if is_last:
-            self._held = _without_end(self._held, self._ends)
+            self._held = without_end(self._held, self._ends)
         content = ""
         calls: list[ToolCall] = []
         while self._held:
@@ -75,7 +77,7 @@ class CallReader:
         assert space is not None
         if start is not None or is_last:
             return space[0]
-        longest = max(_overlap(before, text) for text in (*self._format.marks, *self._ends))
+        longest = max(overlap(before, text) for text in (*self._format.marks, *self._ends))
         if longest:
             space = _SPACE_AT_END.search(before[: len(before) - longest])
             assert space is not None
@@ -83,7 +85,11 @@ class CallReader:
 
 
 class HarmonyReader:
-    """As ``CallReader``, for gpt-oss: an answer is messages: content, calls, and thoughts."""
+    """As ``CallReader``, for gpt-oss: an answer is messages: content, calls, and reasoning.
+
+    Attributes:
+        reasoning: what the last ``add`` has found of it.
+    """
 
     def __init__(self, format: HarmonyFormat, ends: Collection[str] = ()) -> None:
         self._format = format
@@ -91,28 +97,32 @@ class HarmonyReader:
         self._held = ""
         self._shown = 0  # characters of the present message that were returned
         self.num_calls = 0
+        self.reasoning = ""
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, list[ToolCall]]:
         """Add the next text; return the content and the calls that are certain now."""
         self._held += text
         if is_last:
-            self._held = _without_end(self._held, self._ends)
+            self._held = without_end(self._held, self._ends)
         content = ""
+        self.reasoning = ""
         calls: list[ToolCall] = []
         while self._held:
             head = self._format.head.match(self._held)
             if head is None:
                 if is_last and "<|channel|>" not in self._held:  # the template opened a message that is no call
-                    content += _without_end(self._held, self._format.ends)
+                    content += without_end(self._held, self._format.ends)
                 break
-            is_content = not (head[1] or head[3]) and head[2] != "analysis"
             found = self._format.take(self._held, is_last)
             stop = len(self._held) if found is None else found.length
-            if is_content:
-                body = _without_end(self._held[head.end() : stop], self._format.ends)
-                longest = 0 if found is not None else max(_overlap(body, end) for end in self._format.ends)
+            if not (head[1] or head[3]):  # it is no call
+                body = without_end(self._held[head.end() : stop], self._format.ends)
+                longest = 0 if found is not None else max(overlap(body, end) for end in self._format.ends)
                 certain = body[: len(body) - longest]
-                content += certain[self._shown :]
+                if head[2] == "analysis":
+                    self.reasoning += certain[self._shown :]
+                else:
+                    content += certain[self._shown :]
                 self._shown = max(self._shown, len(certain))
             if found is None:
                 break
@@ -128,11 +138,6 @@ def reader_of(format: ToolFormat, ends: Collection[str]) -> Any:
     return HarmonyReader(format, ends) if isinstance(format, HarmonyFormat) else CallReader(format, ends)
 
 
-def _overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text begin a mark, or are all of it."""
-    sizes = range(min(len(mark), len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(mark[:size])), 0)
-
-
-def _without_end(text: str, ends: Collection[str]) -> str:
+def without_end(text: str, ends: Collection[str]) -> str:
+    """Return a text without the one of these ends that it has."""
     return next((text.removesuffix(end) for end in ends if text.endswith(end)), text)

@@ -1,0 +1,73 @@
+"""How a model writes what its answers consist of: reasoning, calls of tools, and the tokens that end them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from specdec_fast.errors import ConfigError
+from specdec_fast.server.tool_calls.formats import FORMATS, ToolFormat, format_of_template
+from specdec_fast.structured_outputs.compiling import special_ids
+from specdec_fast.structured_outputs.reasoning import REASONING_FORMATS, Reasoning, reasoning_of_template
+
+NO_REASONING = "none"
+
+
+class AnswerFormat:
+    """How a model writes its answers.
+
+    Args:
+        tokenizer: the target's; None if none is known.
+        eos_ids: the target's EOS ids.
+        tool_call_parser: a key of ``FORMATS``; None: the format that the chat template shows.
+        reasoning_parser: a key of ``REASONING_FORMATS``; ``"none"``: reasoning stays in the content; None: the format
+            that the chat template shows.
+        chat_template: in place of the tokenizer's; None: the tokenizer's.
+
+    Attributes:
+        template: the chat template; empty if there is none.
+        calls: how the model writes calls of tools; None if it is not known.
+        reasoning: how it marks reasoning; None if it is not known, or if the format of calls reads it, too.
+        has_special_marks: whether special tokens mark reasoning, which texts must then keep.
+        ends: texts of the tokens that end an answer.
+
+    Raises:
+        ConfigError: there is no format of this name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        eos_ids: Iterable[int],
+        *,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        _expect_name("tool_call_parser", tool_call_parser, FORMATS)
+        _expect_name("reasoning_parser", reasoning_parser, (NO_REASONING, *REASONING_FORMATS))
+        self.template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
+        name = tool_call_parser
+        self.calls: ToolFormat | None = FORMATS[name]() if name else format_of_template(self.template)
+        self.reasoning: Reasoning | None = None
+        if reasoning_parser is not None:
+            self.reasoning = REASONING_FORMATS.get(reasoning_parser)
+        elif self.calls is None or not self.calls.reads_every_answer:
+            self.reasoning = reasoning_of_template(self.template)
+        ids = _ids_of(tokenizer, self.reasoning)
+        self.has_special_marks = bool(ids) and not ids.isdisjoint(special_ids(tokenizer))
+        decode = getattr(tokenizer, "decode", None)
+        self.ends = [str(decode([token])) for token in eos_ids] if callable(decode) else []
+
+
+def _ids_of(tokenizer: Any | None, reasoning: Reasoning | None) -> set[int]:
+    """Return the token ids of the marks of reasoning; none if a tokenizer of the caller's own cannot encode them."""
+    if reasoning is None or not callable(tokenizer):
+        return set()
+    marks = (reasoning.begin, reasoning.end)
+    return {token for mark in marks for token in tokenizer(mark, add_special_tokens=False).input_ids}
+
+
+def _expect_name(option: str, name: str | None, known: Iterable[str]) -> None:
+    if name is not None and name not in known:
+        raise ConfigError(f"{option}={name!r:.80}: expected one of {', '.join(known)}, or None.")
