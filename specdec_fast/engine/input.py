@@ -30,7 +30,7 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
 from specdec_fast.structured_outputs.compiling import Grammars, special_ids
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
-from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState, state_behind_prompt
+from specdec_fast.structured_outputs.reasoning import Reasoning, state_behind_prompt
 
 _DEFAULTS = PromptOptions()
 _ANY_TEXT = StructuredOutputs(structural_tag={"type": "structural_tag", "format": {"type": "any_text"}})
@@ -72,11 +72,13 @@ class RequestBuilder:
         options: PromptOptions = _DEFAULTS,
         seed: int | None = None,
         choice: int = 0,
+        may_compile: bool = True,
     ) -> Sequence:
         """Return the sequence of one request, number ``index`` of its call; it has failed if it cannot be served.
 
         ``seed`` is from ``seed``, if it was drawn before; else it is drawn here, with the errors of ``seed``.
-        ``choice`` is the number of the text among the ``n`` of its prompt.
+        ``choice`` is the number of the text among the ``n`` of its prompt. Raises NotCompiledError unless
+        ``may_compile`` is true, if the request's grammar has to be compiled.
         """
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -88,7 +90,7 @@ class RequestBuilder:
             max_length = self._max_length(len(token_ids), params)
             stop_strings = self._stop_strings(params, stop_ids)
             masks = masks_of(params, token_ids, stop_ids, self._tokenizer, self._target.vocab_size)
-            masks += self._grammar_masks(params, stop_ids, token_ids, options)
+            masks += self._grammar_masks(params, stop_ids, token_ids, options, may_compile)
         except RequestError as error:
             sequence = Sequence(index, [], 0, 0, params, stop_ids, seed=seed, choice=choice)
             sequence.fail(error)
@@ -100,7 +102,13 @@ class RequestBuilder:
         return sequence
 
     def build_choices(
-        self, index: int, prompt: Any, params: SamplingParams, options: PromptOptions, seeds: list[int | None]
+        self,
+        index: int,
+        prompt: Any,
+        params: SamplingParams,
+        options: PromptOptions,
+        seeds: list[int | None],
+        may_compile: bool = True,
     ) -> Iterator[Sequence]:
         """Yield the sequences of the ``n`` texts of a prompt, which is encoded once.
 
@@ -108,7 +116,7 @@ class RequestBuilder:
         """
         encoded: list[int] = []
         for choice, (params_of_choice, seed) in enumerate(zip(params.choices(), seeds, strict=True)):
-            sequence = self.build(index, encoded or prompt, params_of_choice, options, seed, choice)
+            sequence = self.build(index, encoded or prompt, params_of_choice, options, seed, choice, may_compile)
             encoded = sequence.token_ids.copy()
             yield sequence
 
@@ -160,17 +168,13 @@ class RequestBuilder:
             )
         return StopStrings(detokenizer_of(self._tokenizer, params, stop_ids), params.stop)
 
-    def compiles(self, params: SamplingParams) -> bool:
-        """Return whether ``build`` may compile a grammar, which may take seconds."""
-        asked = _followed_text(params)
-        if asked is None:
-            return False
-        reasoning = params.reasoning
-        befores = [reasoning.grammar(state) for state in ReasoningState] if isinstance(reasoning, Reasoning) else [None]
-        return not all(self._grammars.has(asked, params.skip_special_tokens, before) for before in befores)
-
     def _grammar_masks(
-        self, params: SamplingParams, stop_ids: frozenset[int], prompt_ids: list[int], options: PromptOptions
+        self,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        prompt_ids: list[int],
+        options: PromptOptions,
+        may_compile: bool,
     ) -> list[TokenMask]:
         asked = _followed_text(params)
         if asked is None:
@@ -178,7 +182,7 @@ class RequestBuilder:
         before = self._before_answer(params, prompt_ids, options)
         if before is None and params.structured_outputs is None:
             return []
-        return list(self._grammars.masks(asked, stop_ids, params.skip_special_tokens, before))
+        return list(self._grammars.masks(asked, stop_ids, params.skip_special_tokens, before, may_compile))
 
     def _before_answer(self, params: SamplingParams, prompt_ids: list[int], options: PromptOptions) -> str | None:
         """Return the grammar of the reasoning that may stand before the answer; None without any.

@@ -30,6 +30,7 @@ from specdec_fast.service.requests import LiveRequests, ServedRequest, positions
 from specdec_fast.service.statistics import Observer, ServiceStats
 from specdec_fast.service.streams import AsyncStream
 from specdec_fast.service.worker import NOT_ENCODED, Worker
+from specdec_fast.structured_outputs.compiling import NotCompiledError
 
 _PREFILL_TOKENS = 512  # of a step, unless the caller's config says otherwise
 _CHECK_SECONDS = 0.01  # between two looks at whether requests have ended, while the engine is being closed
@@ -249,21 +250,29 @@ class AsyncEngine:
             return
         unread = [(UnreadPrompt(self._builder, prompt, params, prompt_options), n) for prompt, params, n in requests]
 
-        def count() -> int:
-            return sum(n * prompt.num_choices * positions_of(prompt.read()) for prompt, n in unread)
+        def count(may_compile: bool) -> int:
+            return sum(n * prompt.num_choices * positions_of(prompt.read(may_compile)) for prompt, n in unread)
 
         size = sum(prompt.size for prompt, _ in unread)
-        compiles = any(prompt.compiles for prompt, _ in unread)
-        counted = asyncio.wrap_future(self._encoders.submit(count, size=size, compiles=compiles))
+        deadline = None if timeout is None else monotonic() + timeout
+
+        async def counted(may_compile: bool) -> int:
+            job = asyncio.wrap_future(self._encoders.submit(count, size=size, may_compile=may_compile))
+            try:
+                await asyncio.wait([job], timeout=None if deadline is None else deadline - monotonic())
+                if not job.done():
+                    raise DeadlineExceededError(NOT_ENCODED)
+                if job.cancelled():
+                    raise EngineClosedError(CLOSED)
+                return job.result()
+            finally:
+                job.cancel()
+
         try:
-            await asyncio.wait([counted], timeout=timeout)
-            if not counted.done():
-                raise DeadlineExceededError(NOT_ENCODED)
-            if counted.cancelled():
-                raise EngineClosedError(CLOSED)
-            self._live.expect_budget(counted.result(), "the requests need, together,")
-        finally:
-            counted.cancel()
+            num_positions = await counted(may_compile=False)
+        except NotCompiledError:
+            num_positions = await counted(may_compile=True)
+        self._live.expect_budget(num_positions, "the requests need, together,")
 
     def cancel(self, request_id: str) -> bool:
         """For any thread: end a request before the next step (RequestCancelledError); return whether there was one."""
@@ -333,7 +342,7 @@ class AsyncEngine:
         requests = [ServedRequest(receiver, is_stream, deadline, choice) for choice in range(unread.num_choices)]
         self._live.enter(requests, request_id)
         try:
-            self._encoders.submit(self._start, requests, unread, size=unread.size, compiles=unread.compiles)
+            self._encoders.submit(self._start, requests, unread, size=unread.size)
         except EngineClosedError:  # another event loop has just closed the engine
             for request in requests:
                 self._live.leave(request)
@@ -343,14 +352,21 @@ class AsyncEngine:
                 self._worker.refuse_after(timeout, request)
         return requests
 
-    def _start(self, requests: list[ServedRequest], unread: UnreadPrompt) -> None:
-        """Encode a prompt and hand its texts to the worker, or refuse them; in a thread of the encoders."""
+    def _start(self, requests: list[ServedRequest], unread: UnreadPrompt, may_compile: bool) -> None:
+        """Encode a prompt and hand its texts to the worker, or refuse them; in a thread of the encoders.
+
+        A grammar that has to be compiled is left to a thread for that, so that other prompts need not wait.
+        """
         try:
             if all(request.is_dropped for request in requests):
                 for request in requests:
                     self._live.leave(request)
                 return
-            sequences = unread.read()
+            try:
+                sequences = unread.read(may_compile)
+            except NotCompiledError:
+                self._encoders.submit(self._start, requests, unread, may_compile=True)
+                return
             num_positions = positions_of(sequences)  # raises what is wrong with the prompt
             self.engine.core.expect_room(sequences[0])
             self._live.charge(requests, num_positions)

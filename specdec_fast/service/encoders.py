@@ -39,17 +39,17 @@ class UnreadPrompt:
         # The caller may append its next message before the prompt is encoded.
         self._prompt = prompt.copy() if isinstance(prompt, list) else prompt
         self.size = size_of(self._prompt, self._options)  # about how much work the prompt is (``size_of``)
-        self.compiles = builder.compiles(self._params)  # whether a grammar has to be compiled
 
-    def read(self) -> list[Sequence]:
+    def read(self, may_compile: bool) -> list[Sequence]:
         """Encode the prompt; return the sequence of each text, which has failed if the prompt is wrong.
 
-        Raises ConfigError unless it is one prompt.
+        Raises ConfigError unless it is one prompt, and NotCompiledError if its grammar has to be compiled, unless
+        ``may_compile`` is true.
         """
         prompts = as_prompt_list(self._prompt) or [self._prompt]
         if len(prompts) != 1:
             raise ConfigError(f"{len(prompts)} prompts in one request; expected one.")
-        return list(self._builder.build_choices(0, prompts[0], self._params, self._options, self._seeds))
+        return list(self._builder.build_choices(0, prompts[0], self._params, self._options, self._seeds, may_compile))
 
 
 class Encoders:
@@ -73,16 +73,19 @@ class Encoders:
         return bool(self._jobs)
 
     def submit(
-        self, function: Callable[..., _Result], *args: Any, size: int = 0, compiles: bool = False
+        self, function: Callable[..., _Result], *args: Any, size: int = 0, may_compile: bool = False
     ) -> Future[_Result]:
-        """Call a function soon, in the thread for prompts of this size. Raises EngineClosedError after ``close``."""
+        """Call ``function(*args, may_compile)`` soon, in a thread for compiling, or in that for prompts of this size.
+
+        Raises EngineClosedError after ``close``.
+        """
         executor = self._short if size <= SHORT else self._long
-        if compiles:
+        if may_compile:
             executor = self._compiling
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError(CLOSED)
-            job = executor.submit(function, *args)
+            job = executor.submit(function, *args, may_compile)
             self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return job

@@ -35,6 +35,10 @@ _LOOSE_KEYWORDS = re.compile(r'"(pattern|format|minLength|maxLength|patternPrope
 _MISSING = "structured_outputs: the package xgrammar is not installed ({}); pip install 'specdec-fast[grammar]'."
 
 
+class NotCompiledError(Exception):
+    """A grammar would have to be compiled, which may take seconds, and the caller cannot wait for that."""
+
+
 class Grammars:
     """The compiled grammars of one tokenizer; any thread may call.
 
@@ -65,16 +69,13 @@ class Grammars:
         with suppress(GrammarError):
             self._grammar(_ANY_JSON, skips_special=True)
 
-    def has(self, asked: StructuredOutputs, skips_special: bool = True, before: str | None = None) -> bool:
-        """Return whether ``masks`` would compile nothing."""
-        return (_job_of(asked, before), skips_special) in self._compiled
-
     def masks(
         self,
         asked: StructuredOutputs,
         stop_ids: Collection[int],
         skips_special: bool = True,
         before: str | None = None,
+        may_compile: bool = True,
     ) -> list[GrammarMask]:
         """Return new matchers of a request; a token must be allowed by all of them.
 
@@ -83,8 +84,10 @@ class Grammars:
             stop_ids: ids that end the request; one of them is allowed where the text is complete.
             skips_special: whether special tokens are no part of the text. Then they are not allowed.
             before: what may stand before the text, from ``Reasoning.grammar``; None: nothing.
+            may_compile: whether the caller can wait until a grammar has been compiled.
 
         Raises:
+            NotCompiledError: it cannot, and a grammar has not been.
             GrammarError: xgrammar is not installed, there is no tokenizer that it can read, no id ends the request, or
                 no grammar can be compiled within the limits.
         """
@@ -94,9 +97,8 @@ class Grammars:
                 "structured_outputs: no token ends the request, so its text could never be complete; leave out "
                 "ignore_eos, or give stop_token_ids."
             )
-        found = [self._grammar(asked, skips_special, before)]
-        if (wider := _with_any_json(asked)) is not None:
-            found.append(self._grammar(wider, skips_special, before))
+        both = [asked, _with_any_json(asked)]
+        found = [self._grammar(each, skips_special, before, may_compile) for each in both if each is not None]
         masks = [GrammarMask(grammar, ends, self._vocab_size, self._encode) for grammar in found]
         if not masks[0].allows_any():
             raise GrammarError(f"structured_outputs: the {asked.kind} {asked.text!r:.80} allows no text.")
@@ -107,13 +109,17 @@ class Grammars:
         assert tokenizer is not None
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _grammar(self, asked: StructuredOutputs, skips_special: bool, before: str | None = None) -> Any:
+    def _grammar(
+        self, asked: StructuredOutputs, skips_special: bool, before: str | None = None, may_compile: bool = True
+    ) -> Any:
         job = _job_of(asked, before)
         key = (job, skips_special)
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
+            if not may_compile:
+                raise NotCompiledError
             if skips_special not in self._vocabularies:
                 read = self._read_vocabulary(skips_special)
                 self._vocabularies[skips_special] = (read, str(read.serialize_json()))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import specdec_fast as sd
 from specdec_fast.server.tool_calls.formats import FORMATS, Tool
 from specdec_fast.structured_outputs import compiling
-from specdec_fast.structured_outputs.compiling import Grammars
+from specdec_fast.structured_outputs.compiling import Grammars, NotCompiledError
 from support.grids import each_value_once
 from support.slow_grammars import SLOW, stopped_process
 
@@ -47,11 +47,11 @@ def message(grammars, **fields):
 
 def test_a_grammar_is_compiled_once(grammars, monkeypatch):
     first = asked(regex="once|twice")
-    assert not grammars.has(first)
+    with pytest.raises(NotCompiledError):
+        grammars.masks(first, EOS, may_compile=False)
     grammars.masks(first, EOS)
-    assert grammars.has(first)
     monkeypatch.setattr(compiling._processes, "answer", lambda *job: pytest.fail("it was compiled again"))
-    (mask,) = grammars.masks(first, EOS)
+    (mask,) = grammars.masks(first, EOS, may_compile=False)
     assert mask.allows_any()
 
 
@@ -201,8 +201,9 @@ def test_the_oldest_leave_a_full_cache(tokenizer, monkeypatch):
     grammars.masks(first, EOS)
     monkeypatch.setattr(compiling, "_MOST_CACHED_BYTES", int(1.5 * grammars._num_bytes))
     grammars.masks(second, EOS)
-    assert grammars.has(second)
-    assert not grammars.has(first)
+    assert grammars.masks(second, EOS, may_compile=False)
+    with pytest.raises(NotCompiledError):
+        grammars.masks(first, EOS, may_compile=False)
     monkeypatch.setattr(compiling, "_MOST_CACHED_BYTES", 10)
     assert "once compiled" in message(grammars, regex="large")
 
