@@ -2,7 +2,7 @@
 
     python tools/train_other_draft.py --output out/ --vocab-size 1500
 
-The tokenizer is a byte-level BPE that is trained on these texts. `docs/drafters.md` has what such drafts are worth.
+The tokenizer is a byte-level BPE that is trained on these texts. `docs/performance.md` has what such drafts are worth.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def add_tp_size(parser: argparse._ActionsContainer) -> None:
 
 def add_device_map(parser: argparse._ActionsContainer) -> None:
     """Add --device-map."""
-    help = "devices of the target's layers: auto, balanced, sequential, or JSON from modules to devices (default: one)"
+    maps = "auto, balanced, balanced_low_0, sequential, or JSON from modules to devices"
+    help = f"devices of the target's layers: {maps} (default: one)"
     parser.add_argument("--device-map", type=_device_map, default=None, metavar="MAP", help=help)
 
 

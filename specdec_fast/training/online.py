@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence as Many
 from copy import deepcopy
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from time import perf_counter
 
@@ -134,10 +135,13 @@ class OnlineUpdates:
         self.bandit.updated(seconds)
         return Update(arm, self.bandit.tokens_per_step, seconds, learnt)
 
-    def save(self, folder: Path) -> None:
-        """Write the drafter as it is now, as a checkpoint, into a folder that exists."""
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write the drafter as it is now, as a checkpoint, into a folder that exists.
+
+        Raises OutputError if a file cannot be written.
+        """
         nodes = self._drafter.model.config.tree_nodes
-        save_blocks(self.module, folder, self._target, self._taps(), self._draft_ids, nodes)
+        save_blocks(self.module, Path(folder), self._target, self._taps(), self._draft_ids, nodes)
 
     @property
     def num_kept_tokens(self) -> int:

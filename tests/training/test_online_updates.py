@@ -82,7 +82,7 @@ def test_what_is_saved_is_what_drafts(tmp_path, monkeypatch):
     engine, updates = make(tmp_path / "old", monkeypatch, FULL, torch.bfloat16)
     updates.observe(outputs_of(engine))
     (tmp_path / "new").mkdir()
-    updates.save(tmp_path / "new")
+    updates.save(str(tmp_path / "new"))
     loaded = sd.Engine(engine.target.model, f"specblock:{tmp_path / 'new'}", max_batch_size=4, num_draft_tokens=4)
     for own, other in zip(engine.drafter.model.weights(), loaded.drafter.model.weights(), strict=True):
         assert torch.equal(own, other)

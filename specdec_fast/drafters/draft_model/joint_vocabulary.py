@@ -13,7 +13,7 @@ Translation = Literal["tokens", "text"]
 
 # Of both vocabularies, the share that the other one has, from which on drafts are restricted to common tokens: where
 # each model seldom wants a token that the other lacks. At shares of .70, text emitted 3.2 tokens per step and common
-# tokens 2.4 (docs/drafters.md); at 1 both emit the same, and tokens cost less time.
+# tokens 2.4 (docs/performance.md has other shares); at 1 both emit the same, and tokens cost less time.
 LEAST_COMMON = 0.95
 
 

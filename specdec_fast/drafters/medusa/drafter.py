@@ -29,7 +29,7 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.trees.static import checked_choices, fit_tree
 
 _DEFAULT_NODES = 16
-# Hit rates by depth and rank of three heads for the bundled target (`train-drafter --kind medusa`, docs/drafters.md).
+# Hit rates by depth and rank of three heads for the bundled target (docs/performance.md, "Trees of Medusa").
 _RECORDED: tuple[tuple[float, ...], ...] = (
     (0.565, 0.079, 0.043, 0.031, 0.024, 0.02, 0.017, 0.013, 0.01, 0.011),
     (0.593, 0.085, 0.047, 0.032, 0.026, 0.021, 0.017, 0.016, 0.015, 0.013),
