@@ -1,12 +1,14 @@
 """Detects changes of a model that its forward program or its graphs would not see.
 
 Programs and graphs read weights from the model's memory, so most changes in place take effect. They do not see tensors
-that were moved or replaced, and modules, hooks or forwards that were added or replaced later. A program does not see
-changes of numbers that it copied: scalars, and results computed from weights alone.
+that were moved or replaced, modules, hooks or forwards that were added or replaced later, and other settings of modules
+(Python's numbers and names, such as PEFT's active adapter). A program does not see changes of numbers that it copied:
+scalars, and results computed from weights alone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -24,6 +26,9 @@ _MOST_COPIED = 1 << 16
 _SAMPLED = 64  # numbers in the middle of a tensor that tell whether it has changed without PyTorch's notice
 _COLLECTING = "transformers.utils.output_capturing"  # the module of hooks that collect hidden states and attentions
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+# Attributes that change no forward in evaluation mode: PyTorch's own, and what trainers write.
+_NO_SETTINGS = {*vars(nn.Module()), "gradient_checkpointing", "model_tags", "warnings_issued"}
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 class OwnForward(partial[Any]):
@@ -106,7 +111,8 @@ class Watch:
         self._places: list[tuple[dict[str, Any], list[Any]]] = [(place, list(place.values())) for place in places]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [_address_of(tensor) for tensor in self._tensors]
-        self._forwards = [(m, replaced_forward(m)) for m in modules]
+        self._forwards = [(m, replaced_forward(m), type(m).forward) for m in modules]
+        self._settings = [(m, vars(m), *_settings_of(m)) for m in modules]
         self._hooks = [*_GLOBAL_HOOKS, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
         is_copied = [tensor.numel() <= _MOST_COPIED or tensor.is_inference() for tensor in baked]
         self._copies = [(t, t.detach().clone()) for t, copied in zip(baked, is_copied, strict=True) if copied]
@@ -117,17 +123,41 @@ class Watch:
         for place, values in self._places:
             if len(place) != len(values) or not all(map(is_, place.values(), values)):
                 return "its weights, buffers or modules have been replaced"
-        if not all(replaced_forward(module) is forward for module, forward in self._forwards):
-            return "a forward of one of its modules has been replaced, which would not be called"
+        for module, forward, of_class in self._forwards:
+            if replaced_forward(module) is not forward or type(module).forward is not of_class:
+                return "a forward of one of its modules has been replaced, which would not be called"
         if self._addresses != [_address_of(tensor) for tensor in self._tensors]:
             return "its weights have been moved, cast or negated"
-        changed = any(not torch.equal(tensor, copy) for tensor, copy in self._copies)
+        changed = any(not torch.equal(tensor, numbers) for tensor, numbers in self._copies)
         if changed or any(tensor._version != version for tensor, version in self._versions):
             return "weights whose numbers the program copied (scalars, or sums like 1 + w) have been changed in place"
-        # Last, so that other changes of a model with hooks, which has no program, are noticed.
-        if any(map(_do_something, self._hooks)):
-            return "forward hooks have been added to it, which would not be called"
+        # Hooks last, so that other changes of a model with hooks, which has no program, are noticed.
+        return self._other_setting() or self._hook()
+
+    def _other_setting(self) -> str | None:
+        for module, attributes, names, values in self._settings:
+            if tuple(map(attributes.get, names)) != values:
+                setting = next(name for name, value in zip(names, values, strict=True) if attributes.get(name) != value)
+                return f"{setting} of a {type(module).__name__} has another value (as when PEFT switches adapters)"
         return None
+
+    def _hook(self) -> str | None:
+        has_some = any(map(_do_something, self._hooks))
+        return "forward hooks have been added to it, which would not be called" if has_some else None
+
+
+def _settings_of(module: nn.Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return names and values of a module's attributes that are plain values, or lists and dictionaries of such."""
+    named = [each for each in list(vars(module).items()) if each[0] not in _NO_SETTINGS and _is_plain(each[1])]
+    return tuple(name for name, _ in named), tuple(copy.deepcopy(value) for _, value in named)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    return isinstance(value, _PLAIN)
 
 
 class Numbers:

@@ -142,7 +142,13 @@ def _from_pretrained(name: str, dtype: torch.dtype | None, options: dict[str, An
 
 
 def _unloadable(name: str, where: str, error: Exception) -> ConfigError:
-    missing = "" if Path(name).exists() else " (there is no such folder)"
+    folder = Path(name)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        return ConfigError(
+            f"{name!r} holds an adapter of PEFT, and no model; load both, with "
+            "AutoPeftModelForCausalLM.from_pretrained(...).eval() of the package peft, and pass the model."
+        )
+    missing = "" if folder.exists() else " (there is no such folder)"
     return ConfigError(f"cannot load {name!r}{missing} onto {where}: {why_unreadable(error)}")
 
 

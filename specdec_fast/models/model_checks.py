@@ -50,6 +50,8 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass one, or its name.")
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported.")
+    if reason := _why_no_adapter(model):
+        raise UnsupportedModelError(f"{type(model).__name__} has an adapter that {reason}.")
     text = config.get_text_config(decoder=True)
     served = _SERVED_LAYER_TYPES if text is config else _SERVED_LAYER_TYPES - _SERVED_IN_TEXT_ALONE
     exotic = sorted(set(getattr(text, "layer_types", None) or []) - served)
@@ -70,6 +72,22 @@ def check_decoder(model: PreTrainedModel) -> None:
             f"{type(model).__name__} can serve {positions} positions; at least {PROBE_LENGTH} are needed, because "
             "every model is checked with a text of that many tokens."
         )
+
+
+def _why_no_adapter(model: Any) -> str | None:
+    """Return why the active adapter of PEFT's class around a model is not served; None if it is, or there is none."""
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        return (
+            "puts virtual tokens before every text (prefix or prompt tuning), for which a paged KV cache has no "
+            "positions; LoRA and other adapters of weights are served"
+        )
+    if getattr(adapter, "alora_invocation_tokens", None):
+        return (
+            "begins at certain tokens of a text (activated LoRA), which generate() of PEFT finds and tells the layers; "
+            "LoRA without alora_invocation_tokens is served"
+        )
+    return None
 
 
 def expect_numbers(model: PreTrainedModel, logits: Tensor) -> None:

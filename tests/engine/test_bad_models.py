@@ -8,6 +8,7 @@ import shutil
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,33 @@ def test_truncated_weights(folder):
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(sd.ConfigError, match=r"cannot load .*target"):
         sd.Engine(folder, None)
+
+
+def test_a_folder_with_an_adapter_alone_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(sd.ConfigError, match="holds an adapter of PEFT, and no model; load both, with AutoPeftModel"):
+        sd.Engine(tmp_path, None)
+    with pytest.raises(sd.ConfigError, match="holds an adapter of PEFT"):
+        sd.Engine(demo_pair() / "target", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        (SimpleNamespace(is_prompt_learning=True), "puts virtual tokens before every text"),
+        (SimpleNamespace(is_prompt_learning=False, alora_invocation_tokens=[3]), "begins at certain tokens of a text"),
+        (SimpleNamespace(is_prompt_learning=False, alora_invocation_tokens=None), None),
+    ],
+    ids=["prompt tuning", "activated LoRA", "LoRA"],
+)
+def test_adapters_that_more_than_the_forward_computes_are_refused(adapter, reason):
+    model = tiny_model("llama")
+    model.active_peft_config = adapter  # as PEFT's class around a model has it
+    if reason is None:
+        assert sd.generate(model, None, [[5, 6, 7]])[0].error is None
+        return
+    with pytest.raises(sd.UnsupportedModelError, match=f"LlamaForCausalLM has an adapter that {reason}"):
+        sd.Engine(model, None)
 
 
 def test_weights_that_are_missing_are_not_made_up(folder):

@@ -107,6 +107,42 @@ def exchange_module(model):
     model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
 
 
+class Adapted(torch.nn.Module):
+    """Adds adapters to a linear as PEFT does: which are active, and how strong they are, Python's objects say."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.is_disabled, self.active, self.strengths = inner, False, ["a"], {"a": 0.5, "b": -0.5}
+        torch.manual_seed(7)
+        self.adapters = torch.nn.ModuleDict({name: torch.nn.Linear(32, 64, bias=False) for name in "ab"}).eval()
+
+    def forward(self, x):
+        added = [self.strengths[name] * self.adapters[name](x) for name in self.active if not self.is_disabled]
+        return sum(added, self.inner(x))
+
+
+def adapted_llama():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj = Adapted(model.model.layers[1].mlp.up_proj)
+    return model.eval()
+
+
+def switch_adapter(model):
+    model.model.layers[1].mlp.up_proj.active[:] = ["b"]
+
+
+def disable_adapters(model):
+    model.model.layers[1].mlp.up_proj.is_disabled = True
+
+
+def strengthen_adapter(model):
+    model.model.layers[1].mlp.up_proj.strengths["a"] = 4.0
+
+
+def change_epsilon(model):
+    model.model.norm.variance_epsilon = 1.0
+
+
 def add_hook(model):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0)
 
@@ -123,6 +159,10 @@ def add_pre_hook(model):
         pytest.param(lambda: tiny_model("gemma2"), change_norm, "in place", marks=pytest.mark.grid),
         (lambda: tiny_model("llama"), exchange_buffer, "replaced"),
         (lambda: tiny_model("llama"), exchange_module, "replaced"),
+        (adapted_llama, switch_adapter, "active of a Adapted has another value"),
+        (adapted_llama, disable_adapters, "is_disabled of a Adapted"),
+        (adapted_llama, strengthen_adapter, "strengths of a Adapted"),
+        (lambda: tiny_model("llama"), change_epsilon, "variance_epsilon of a LlamaRMSNorm"),
         pytest.param(lambda: tiny_model("llama"), add_hook, "hooks", marks=pytest.mark.grid),
         (lambda: tiny_model("llama"), add_pre_hook, "hooks"),
     ],
@@ -191,3 +231,43 @@ def test_a_forward_that_has_been_replaced_is_noticed():
         engine.generate([[1, 2, 3]], progress=False)
     del mlp.forward
     assert engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4), progress=False)[0].error is None
+
+
+def test_a_forward_of_a_class_that_has_been_replaced_is_noticed(monkeypatch):
+    model = tiny_model("llama")
+    engine = sd.Engine(model, None)
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, hidden: hidden * 0)
+    with pytest.raises(UnsupportedModelError, match="a forward of one of its modules has been replaced"):
+        engine.generate([[1, 2, 3]], progress=False)
+
+
+PROMPT = [[7 * i % 97 for i in range(40)]]  # more than a page
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_an_engine_serves_its_adapter_again_when_it_is_active_again(enforce_eager):
+    """Each engine keeps the forward of one adapter; without a program, one engine computes what is active."""
+    model, params = adapted_llama(), sd.SamplingParams(max_new_tokens=8, logprobs=True)
+    adapted = model.model.layers[1].mlp.up_proj
+    engines, wanted = {}, {}
+    for name in "ab":
+        adapted.active = [name]
+        engines[name] = sd.Engine(model, "ngram", enforce_eager=enforce_eager, prefix_cache=True)
+        wanted[name] = engines[name].generate(PROMPT, params)[0].logprobs
+    assert wanted["a"] != wanted["b"]
+    for name in "abba":
+        adapted.active = [name]
+        assert engines[name].generate(PROMPT, params)[0].logprobs == wanted[name]
+        if enforce_eager:
+            assert engines["a"].generate(PROMPT, params)[0].logprobs == wanted[name]
+
+
+def test_settings_of_training_change_nothing():
+    model = tiny_model("llama")
+    engine = sd.Engine(model, None)
+    model.train()
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+    model.eval()
+    assert engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].error is None
