@@ -79,6 +79,8 @@ class SamplingParams:
             tokens, and not in the prompt. ``text`` ends before the first stop string, ``token_ids`` with the token that
             completes it. Special tokens have no text; use ``stop_token_ids`` for them. Needs a tokenizer. At most 1,024
             strings, of 16,384 characters together.
+        include_stop_str_in_output: let ``text`` end with the stop string that ended it, of several that begin at one
+            place with the shortest. By default it ends before it.
         stop_token_ids: ids that end the request like EOS, at most 16,384.
         ignore_eos: continue after the target's EOS (``stop_token_ids`` still end the request).
         logprobs: also return the log-probability of every emitted token: the float32 ``log_softmax`` of the target's
@@ -134,6 +136,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     reasoning: Reasoning | Mapping[str, Any] | str | None = None
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -186,6 +189,7 @@ class SamplingParams:
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            ("include_stop_str_in_output", isinstance(self.include_stop_str_in_output, bool), "True or False"),
             ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "True or False"),
             (
                 "logprobs",

@@ -166,7 +166,8 @@ class RequestBuilder:
                 f"stop={params.stop!r:.80}, but no tokenizer is known for this target, so its tokens have no text; "
                 "pass tokenizer=..., or use stop_token_ids."
             )
-        return StopStrings(detokenizer_of(self._tokenizer, params, stop_ids), params.stop)
+        detokenizer = detokenizer_of(self._tokenizer, params, stop_ids)
+        return StopStrings(detokenizer, params.stop, params.include_stop_str_in_output)
 
     def _grammar_masks(
         self,

@@ -58,10 +58,16 @@ class StopStrings:
     Tokens are added one at a time even if a step emits several. So the token that completes a stop string depends on
     the tokens alone, not on how many a step emitted. It is the first token with which the text, if it ended there,
     would contain a stop string. A character whose bytes are incomplete counts only when the text has ended.
+
+    Args:
+        detokenizer: of the request.
+        stop: its stop strings.
+        is_included: whether the text ends with the stop string, and not before it.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...], is_included: bool = False) -> None:
         self._detokenizer = detokenizer
+        self._stop = stop if is_included else ()
         self._search = search_for(stop)
         self._state = 0  # of the search, after the text that is held back
         # Released, but not returned by `take` yet; a stream may be read in another thread than the one that steps.
@@ -106,6 +112,8 @@ class StopStrings:
         self._found = bool(begins)
         # If several stop strings are complete with this token, the text ends before the one that begins first.
         keep = min(begins) if begins else len(text) - self._search.depths[self._state]
+        if begins and self._stop:
+            keep += min(len(stop) for stop in self._stop if (text + rest).startswith(stop, keep))
         self._released.append((text + rest)[:keep])
         self._held = "" if begins else text[keep:]
         return self._found

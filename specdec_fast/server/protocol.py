@@ -98,6 +98,7 @@ class RequestBody(BaseModel):
     priority: int | None = None
     return_token_ids: bool | None = False
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -214,6 +215,7 @@ class RequestBody(BaseModel):
             "num_draft_tokens": self.num_draft_tokens,
             "priority": self.priority,
             "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
         }
         num_top = self.num_top_logprobs
         return replace(

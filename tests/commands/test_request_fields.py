@@ -24,14 +24,16 @@ OPTIONS = {"bad_words": "bad_word", "structured_outputs": "json_schema"}
 NOT_IN_OPTIONS = {
     "logits_processors": "functions of Python",
     "stop_token_ids": "texts of a file end at EOS and at strings",
-    "ignore_eos": "the same",
+    "ignore_eos": "texts of a file end at EOS and at strings",
     "skip_special_tokens": "records have the token ids",
+    "include_stop_str_in_output": "records have the token ids",
     "num_draft_tokens": "the engine's option has this name",
     "priority": "all texts of a file are decoded",
 }
 NOT_IN_CONFIGS = {
     "presence_penalty", "frequency_penalty", "allowed_token_ids", "seed", "logprobs", "num_draft_tokens",
     "prompt_logprobs", "priority", "skip_special_tokens", "structured_outputs", "reasoning",
+    "include_stop_str_in_output",
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -53,6 +53,7 @@ CASES = (
     Case("one token completes two", ("x", "abcy", "z"), ("bc", "ab"), 2, "x"),
     Case("one token completes a long one and one inside", ("x", "abcdy", "z"), ("bc", "abcd"), 2, "x"),
     Case("overlapping", ("xa", "b", "c"), ("bc", "ab"), 2, "x"),
+    Case("one begins another", ("xa", "bcd", "e"), ("abc", "ab"), 2, "x"),
     Case("overlapping, the other", ("xb", "ab", "c"), ("bc", "abb"), 3, "xba"),
     Case("begins again inside its own beginning", ("a", "a", "a", "b", "c"), ("aab",), 4, "a"),
     Case("almost, then not", ("E", "N", "x", "E", "N", "D", "y"), ("END",), 6, "ENx"),
@@ -152,6 +153,22 @@ def test_every_case_in_one_batch(play, draft, num_draft_tokens, method):
     texts = [chunk.text for chunk in chunks if chunk.finish_reason is None]
     assert not any(INCOMPLETE in text for text in texts), "a character was split"
     assert engine.core.pool.num_free_pages == engine.core.pool.num_pages
+
+
+def test_a_text_may_have_the_stop_string_that_ended_it(play):
+    """Of several that begin at its place the shortest; tokens are the same, and chunks join to the same text."""
+    engine = play.engine("draft")
+    params = [replace(each, include_stop_str_in_output=True) for each in play.params]
+    found = summary(engine.generate(play.prompts, params))
+    assert joined(engine.stream(play.prompts, params), len(CASES)) == found
+    num_with_stop = 0
+    for case, (token_ids, text, reason), want in zip(CASES, found, play.want, strict=True):
+        assert (token_ids, reason) == (want[0], want[2]), case.name
+        at_its_end = play.tokenizer.decode(token_ids)[len(case.text) :]
+        stops = sorted((stop for stop in case.stop if at_its_end.startswith(stop)), key=len)
+        assert text == case.text + (stops[0] if stops else ""), case.name
+        num_with_stop += bool(stops)
+    assert num_with_stop > len(CASES) / 2
 
 
 def test_cases_stand_where_they_say(play):
