@@ -22,8 +22,8 @@ from bench.common.replay import ReplayDrafter
 from bench.common.workload import Workload
 from bench.engine_.peers import PEERS
 from specdec_fast import DecodingStats, Drafter, Engine, SamplingParams, oracle
-from specdec_fast.drafters.base import PooledDrafter
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
+from specdec_fast.drafters.shared.pooled import PooledDrafter
 from specdec_fast.equivalence.compare import transformers_greedy_batch
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.loading import eos_token_ids

@@ -17,8 +17,9 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.dflash.model import DFlashModel, load_dflash
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.shared.ranked import masked_logits
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out

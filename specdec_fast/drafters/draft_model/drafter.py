@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.drafters.base import Draft, PooledDrafter, StepResult
+from specdec_fast.drafters.base import StepResult
+from specdec_fast.drafters.draft import Draft
+from specdec_fast.drafters.shared.pooled import PooledDrafter
 from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.graphs import described

@@ -14,7 +14,8 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, draft_of_trees
+from specdec_fast.drafters.base import DrafterContext
+from specdec_fast.drafters.draft import Draft, draft_of_trees
 from specdec_fast.drafters.eagle3.model import Eagle3Model, load_eagle3
 from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, trees_of
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter

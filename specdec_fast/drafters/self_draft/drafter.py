@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
+from specdec_fast.drafters.base import Drafter, DrafterContext
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Numbers

@@ -16,7 +16,8 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.base import DrafterContext
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import LearnedModel, TappedDrafter
 from specdec_fast.program import RowFunction

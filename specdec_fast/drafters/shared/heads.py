@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.base import DrafterContext, TreeDrafter
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.shared.ranked import drawn_ranks
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import FINAL

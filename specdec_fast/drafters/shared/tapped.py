@@ -14,7 +14,8 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import DrafterContext, PooledDrafter, StepResult
+from specdec_fast.drafters.base import DrafterContext, StepResult
+from specdec_fast.drafters.shared.pooled import PooledDrafter
 from specdec_fast.drafters.shared.queued_features import (
     KeptRows,
     KeptStates,

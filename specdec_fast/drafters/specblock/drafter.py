@@ -21,7 +21,8 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
+from specdec_fast.drafters.base import DrafterContext, TreeDrafter
+from specdec_fast.drafters.draft import Draft, draft_of_trees
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.drafters.specblock.candidates import Candidates
