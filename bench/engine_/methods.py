@@ -58,7 +58,7 @@ class EngineRunner:
 
     def __call__(self) -> Measurement:
         """Decode all prompts."""
-        self.engine.core.drafter = self.drafter  # all acceptances of a replayed draft share one engine
+        self.engine.core.drafting.drafter = self.drafter  # all acceptances of a replayed draft share one engine
         self.engine.tokenizer = None  # ids in and out, as with the other methods: detokenizing is not measured
         self._make_pools()
         prompts = self.workload.prompts

@@ -216,8 +216,8 @@ class Bench:
             engine.core._can_be_followed = lambda step: False  # type: ignore[method-assign]
         if setting.acceptance is not None:
             core, device = engine.core, self.target.device
-            core.drafter = ReplayDrafter(
-                core.drafter, self.transcripts, setting.acceptance, vocab_size, device, SEED, AMONG_SIBLINGS
+            core.drafting.drafter = ReplayDrafter(
+                core.drafting.drafter, self.transcripts, setting.acceptance, vocab_size, device, SEED, AMONG_SIBLINGS
             )
         models = [engine.target, self.draft] if setting.drafter == DRAFT_MODEL else [engine.target]
         return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])

@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters.draft import Draft
+from specdec_fast.errors import DrafterError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.ragged_model import RaggedModel
@@ -235,6 +237,58 @@ class Drafter(ABC):
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Forget a sequence, which may never have been admitted: no draft was needed, or an error occurred before."""
+
+    # The engine calls the methods below; nothing overrides them.
+
+    @final
+    def checked_max_nodes(self) -> int:
+        """Return ``max_nodes``, held to the contract; raises DrafterError if it is not an integer from 0 on."""
+        most = self.max_nodes
+        if not isinstance(most, int) or not 0 <= most < 2**31:
+            raise DrafterError(
+                f"a drafter's max_nodes is {most!r}; expected an integer from 0 on, 0 if it drafts chains."
+            )
+        return most
+
+    @final
+    def checked_forward_seconds(self, row_counts: list[int]) -> dict[int, float] | None:
+        """Return ``forward_seconds``, held to the contract; raises DrafterError if they break it."""
+        found = self.forward_seconds(list(row_counts))
+        if found is None:
+            return None
+        is_valid = isinstance(found, dict) and all(
+            type(count) is int and count >= 0 and isinstance(seconds, (int, float)) and 0 <= seconds < inf
+            for count, seconds in found.items()
+        )
+        if not is_valid or not any(found):
+            raise DrafterError(
+                f"a drafter's forward_seconds are {found!r}; expected None, or seconds by number of sequences, such as "
+                "{0: 0.001, 1: 0.002, 8: 0.003}."
+            )
+        return found
+
+    @final
+    def checked_proposal(
+        self, sequences: list[Sequence], limits: list[int], node_limits: list[int]
+    ) -> tuple[Draft, list[int]]:
+        """Return ``propose_trees``, held to the contract, and the depth of each sequence's draft.
+
+        Raises:
+            DrafterError: it is no valid Draft, or a sequence was changed.
+        """
+        ends = [(s.length, s.token_ids[-1]) for s in sequences]  # comparing all tokens would take longer than a step
+        draft = self.propose_trees(list(sequences), list(limits), list(node_limits))
+        if [(s.length, *s.token_ids[-1:]) for s in sequences] != ends:
+            raise DrafterError("a drafter changed the token_ids of a sequence; copy them before editing.")
+        if not isinstance(draft, Draft):
+            raise DrafterError(
+                f"a drafter proposed a {type(draft).__name__}; expected a Draft, empty if it has no tokens."
+            )
+        counts = draft.num_draft_tokens
+        if isinstance(counts, (list, tuple)):
+            counts = list(counts)  # the drafter may change its own later
+        draft = Draft(draft.token_ids, counts, draft.parents, draft.scores)
+        return draft, draft.check(limits, node_limits)
 
 
 class TreeDrafter(Drafter):

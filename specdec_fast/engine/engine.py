@@ -27,7 +27,7 @@ from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory
 from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of, score_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
-from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
+from specdec_fast.engine.step import StepOutput, raise_cause
 from specdec_fast.errors import (
     ConfigError,
     EngineClosedError,
@@ -116,8 +116,7 @@ class Engine:
         if draft is not None:
             expect_settings_read(drafter, self.config)
         self.target.use_taps(drafter.taps)
-        expect_max_nodes(drafter)
-        if drafter.max_nodes:
+        if drafter.checked_max_nodes():
             self.target.expect_trees()
         most = self.config.most_draft_tokens
         self._asked_draft_tokens = most
@@ -140,7 +139,7 @@ class Engine:
             max_batch_size=self.config.max_batch_size,
             is_asynchronous=self.target.layout.device.type != "cpu",
             verify_seconds=partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size),
-            draft_seconds=partial(measured_seconds, drafter),
+            draft_seconds=drafter.checked_forward_seconds,
             max_nodes=max_nodes,
             has_scores=drafter.has_scores,
         )
@@ -195,7 +194,7 @@ class Engine:
     @property
     def drafter(self) -> Drafter:
         """The drafter that proposes tokens."""
-        return self.core.drafter
+        return self.core.drafting.drafter
 
     @property
     def last_run(self) -> RunStats:
@@ -383,7 +382,7 @@ class Engine:
 
         A request may name the K that was configured: whether ``memory_bytes`` has lowered it, no caller can know.
         """
-        most = self._asked_draft_tokens if self.core.length_policy.max_draft_tokens else 0
+        most = self._asked_draft_tokens if self.core.drafting.length_policy.max_draft_tokens else 0
         return RequestBuilder(self.target, self.tokenizer, most, self._grammars)
 
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.drafters import Drafter
+from specdec_fast.engine.drafting import StepDrafting
 from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.engine.scores import token_scores
-from specdec_fast.engine.step import admit, nan_error
+from specdec_fast.engine.step import nan_error
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
@@ -46,14 +46,14 @@ class Prefilling:
     def __init__(
         self,
         target: RaggedModel,
-        drafter: Drafter,
+        drafting: StepDrafting,
         prefixes: PrefixCache,
         max_tokens: int | None,
         row_limit: RowLimit,
         most_logit_rows: int | None = None,
     ) -> None:
         self._target = target
-        self._drafter = drafter
+        self._drafting = drafting
         self._prefixes = prefixes
         self._max_tokens = max_tokens
         self._row_limit = row_limit
@@ -61,10 +61,9 @@ class Prefilling:
         self.sequences: list[Sequence] = []  # the residents that lack entries
         # Those of them whose rows the verification of this step has room for.
         self._for_verification: set[Sequence] = set()
-        self.is_tapped = bool(drafter.taps)
         # Whether a step that fails has its prompts prefilled anew: hidden states are needed again, or recurrent states
         # may have advanced in some layers only.
-        self._begins_again = self.is_tapped or bool(target.layout.states)
+        self._begins_again = drafting.is_tapped or bool(target.layout.states)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has joined, if it lacks entries, which a prompt of one token does not, or ends here."""
@@ -153,10 +152,10 @@ class Prefilling:
     @torch.inference_mode()
     def compute(self, pool: PagePool, chunk: dict[Sequence, int]) -> None:
         """Compute the entries of a chunk, and forget the sequences that then lack none."""
-        if self.is_tapped:
+        if self._drafting.is_tapped:
             decoded = [sequence for sequence in chunk if not sequence.is_only_scored]
             if new := [sequence for sequence in decoded if not sequence.is_admitted]:
-                admit(self._drafter, new)
+                self._drafting.admit(new)
             self._prefill(pool, {s: chunk[s] for s in decoded}, self.observe)
             self._prefill(pool, {s: stop for s, stop in chunk.items() if s.is_only_scored}, None)
         else:
@@ -227,4 +226,4 @@ class Prefilling:
         """Pass the hidden states of rows of prompts, ``[R, taps, H]``, to the drafter."""
         sequences = owners(rows)
         positions = [range(each.start, each.start + each.count) for each in rows]
-        self._drafter.observe(sequences, positions, hidden_states)
+        self._drafting.drafter.observe(sequences, positions, hidden_states)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.drafting import StepDrafting
 from specdec_fast.engine.prefilling import Prefilling
 from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
@@ -223,7 +224,7 @@ class Residents:
         prefixes: PrefixCache,
         prefilling: Prefilling,
         scheduler: Scheduler,
-        drafter: Drafter,
+        drafting: StepDrafting,
         config: EngineConfig,
         max_nodes: int,
     ) -> None:
@@ -233,7 +234,7 @@ class Residents:
         self._prefixes = prefixes
         self._prefilling = prefilling
         self._scheduler = scheduler
-        self._drafter = drafter
+        self._drafting = drafting
         self._max_nodes = max_nodes
         # At least a step, so that what is admitted is not preempted in its first one.
         self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
@@ -357,6 +358,5 @@ class Residents:
         self.remove([sequence])
         self.enqueue(sequence)
         sequence.target_kv_length = sequence.passed_over = 0
-        sequence.is_admitted = False
         sequence.num_preemptions += 1
-        self._drafter.release(sequence)
+        self._drafting.withdraw([sequence])

@@ -74,7 +74,7 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     weights = random_clover(**options)
     engine = sd.Engine(model, f"clover:{write_clover(tmp_path, weights, VOCAB_SIZE)}", max_batch_size=4, **config)
     assert engine.drafter.describe()["forward_program"] is not config.get("enforce_eager", False)
-    compared = Compared(engine.core.drafter, model, weights)
+    compared = Compared(engine.core.drafting.drafter, model, weights)
     for output in engine.generate(PROMPTS, PARAMS):
         output.raise_for_error()
     assert compared.num_trees > 25
@@ -85,7 +85,7 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
 def test_a_shared_output_layer_has_the_sign_that_it_shows(model, folder):
     lazy = with_lazy_weights(tiny_model("llama"))
     engine = sd.Engine(lazy, f"clover:{folder}", max_batch_size=4, draft_tree=TREE, enforce_eager=True)
-    compared = Compared(engine.core.drafter, model, random_clover())
+    compared = Compared(engine.core.drafting.drafter, model, random_clover())
     for output in engine.generate(PROMPTS[:4], PARAMS[:4]):
         output.raise_for_error()
     assert compared.num_trees > 5

@@ -29,7 +29,7 @@ def load(target, folder, **config):
 
 class Compared(ComparedTrees):
     def __init__(self, engine, model, heads, token_map=None):
-        super().__init__(engine.core.drafter, model)
+        super().__init__(engine.core.drafting.drafter, model)
         self.heads, self.token_map = heads, token_map
 
     def compare(self, s, tokens, shape):
