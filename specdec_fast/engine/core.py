@@ -138,6 +138,11 @@ class EngineCore:
         """Whether a request has not ended, or no step has returned its end yet."""
         return bool(self.waiting or self.resident or self.ended)
 
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether ``step`` launches the next step before it returns, which a CPU would compute at once."""
+        return self.target.layout.device.type != "cpu"
+
     def expect_room(self, request: Sequence) -> None:
         """Raise the error with which ``add`` would refuse the request; any thread may call this."""
         self._pools.expect_room(request)
@@ -213,7 +218,7 @@ class EngineCore:
             return []
         step = self._launched or self._launch_next()
         self._launched = None
-        may_launch = step is not None and self._overlap
+        may_launch = step is not None and self.launches_ahead
         outputs: list[StepOutput] = []
         if step is not None:
             step, next_tokens = self._fetched(step) if may_launch else (step, None)
@@ -248,11 +253,6 @@ class EngineCore:
         self._leave([s for s in (*self.resident, *self.waiting) if s.request_id not in self._requests])
         if not isinstance(error, Exception):
             self.prefixes.forget(self.pool, self.waiting)
-
-    @property
-    def _overlap(self) -> bool:
-        """Whether the core launches the next step before it returns a step's outputs."""
-        return self.target.layout.device.type != "cpu"
 
     def _launch_next(self) -> Step | None:
         """Launch the next step, with fewer rows if memory runs out; return None if no sequence can decode yet."""

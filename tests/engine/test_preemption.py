@@ -86,7 +86,7 @@ def assert_vacant(engine):
     ids=str,
 )
 def test_no_output_changes(pair, expected, monkeypatch, draft, config, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = engine_of(pair, draft, **config)
     prompts, params = map(list, zip(*REQUESTS, strict=True))
     outputs = engine.generate(prompts, params)

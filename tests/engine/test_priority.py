@@ -57,7 +57,7 @@ def test_higher_ones_are_admitted_first_and_equal_ones_by_age(pair, method):
 @pytest.mark.parametrize("draft", ["model", "ngram-trie", None])
 @pytest.mark.parametrize("config", [{}, {"method": "eqspec"}, {"max_prefill_tokens": 3}], ids=str)
 def test_the_lowest_gives_up_its_pages_and_no_output_changes(pair, monkeypatch, draft, config, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     plain = sd.Engine(pair[0], None, max_batch_size=1)
     expected = plain.generate(PROMPTS, [params_of(i) for i in range(len(PROMPTS))])
     drafter = pair[1] if draft == "model" else draft
