@@ -101,7 +101,7 @@ class CloverDrafter(TappedDrafter, HeadsDrafter):
             owners = [sequence for sequence in sequences for _ in range(level.num_nodes)]
             sampling = sampling_of(owners, self._device, ahead=head)
             logits = masked_logits(logits, owners, [[UNREAD] * head] * len(owners))
-            best = ranked_tokens(model.ops, logits, level.num_ranks, tokens, sampling)
+            best = ranked_tokens(model.ops, logits, level.num_ranks, sampling, tokens)
             ranked.append(best.view(num_sequences, -1))
         return torch.cat(ranked, dim=1)
 

@@ -119,7 +119,7 @@ class DFlashDrafter(TappedDrafter):
             paths = [[UNREAD] * depth for count in counts for depth in range(count)]
             logits = masked_logits(logits, owners, paths, self._target_ids)
             offsets = to_device(list(accumulate(counts, initial=0)), self._device, torch.int32)
-            drafted = self._next_tokens(logits, tokens, sampling_of(members, self._device), offsets)
+            drafted = self._next_tokens(logits, sampling_of(members, self._device), tokens, offsets)
         return drafted, self._scores(members, counts, hidden, drafted) if self.has_scores else None
 
     def _scores(self, members: list[Sequence], counts: list[int], hidden: Tensor, drafted: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class Eagle3Drafter(ChainDrafter):
         batch = self._batch_of_graph(queued, features, num_forwards, [num_nodes + 1 for _, num_nodes in limits])
         if self.graphs is None or batch is None:
             return None
-        named = self.graphs.draft_trees(trees.graph_parts(self._projected, self._loop_forward), batch)
+        named = self.graphs.draft_trees(trees.graph_parts(self._projected, self._forward), batch)
         return None if named is None else trees.grown(named, limits)
 
     def _last_rows(self, queued: list[Rows], features: Tensor) -> LastRows:

@@ -183,7 +183,7 @@ class Eagle3Trees:
         width = self._width
 
         def rank(logits: Tensor, sampling: Sampling | None, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-            return self._ranker.ranks(logits, sampling, tokens, self._num_ranks(depth))
+            return self._ranker.ranks(logits, self._num_ranks(depth), sampling, tokens)
 
         def growth() -> Growth:
             return BestGrowth(self.max_nodes, width) if shape is None else StaticGrowth(self._levels)

@@ -118,7 +118,7 @@ class MedusaDrafter(HeadsDrafter):
             logits = self._logits(head, hidden)
             logits = masked_logits(logits, sequences, [[UNREAD] * ahead] * len(sequences), self._target_ids)
             num_ranks = self.tree.num_ranks[ahead]
-            columns.append(ranked_tokens(self._ops, logits, num_ranks, newest, later, ids))
+            columns.append(ranked_tokens(self._ops, logits, num_ranks, later, newest, ids))
         return torch.cat(columns, dim=1)
 
     def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:

@@ -140,12 +140,7 @@ class ChainDrafter(TappedDrafter):
         batch = self._batch_of_graph(queued, features, max(counts), counts)
         if self.graphs is None or batch is None:
             return None
-
-        def choose(logits: Tensor, sampling: Sampling | None, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-            return self._next_tokens(logits, token_ids, sampling, cu_seqlens)
-
-        parts = ChainParts(self._projected, self._loop_forward, choose)
-        return self.graphs.draft(parts, batch)
+        return self.graphs.draft(ChainParts(self._projected, self._forward, self._next_tokens), batch)
 
     def _batch_of_graph(
         self, queued: list[Rows], features: Tensor, num_forwards: int, num_positions: list[int]
@@ -161,9 +156,3 @@ class ChainDrafter(TappedDrafter):
             return None
         layout, columns = laid_out
         return DraftBatch(layout, tokens_after(queued), features, columns, self._pool())
-
-    def _loop_forward(
-        self, batch: RaggedBatch, wanted: Tensor | None, inputs: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        assert inputs is not None
-        return self._forward(batch, inputs, wanted)

@@ -102,16 +102,15 @@ def ranked_tokens(
     ops: Ops,
     logits: Tensor,
     num_ranks: int,
-    previous: Tensor | None,
     sampling: Sampling | None,
-    ids: tuple[Tensor, int] | None = None,
+    previous: Tensor | None,
+    draft_ids: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Rank each row's tokens: by logit, or by the rule and the noise by which the target will choose (``drawn_ranks``).
 
     Args:
-        ops, logits, num_ranks, previous: as those of ``drawn_ranks``.
+        ops, logits, num_ranks, previous, draft_ids: as those of ``drawn_ranks``.
         sampling: how each row's token is chosen; None: all greedily.
-        ids: ``draft_ids`` of ``drawn_ranks``.
 
     Returns:
         ``[N, num_ranks]`` int64, different ids of the target in each row.
@@ -121,8 +120,8 @@ def ranked_tokens(
             best = chosen_tokens(ops, logits, logits.shape[1], None, previous)[:, None]
         else:
             best = logits.topk(num_ranks, dim=-1).indices
-        return best if ids is None else ids[0][best]
-    return drawn_ranks(ops, logits, num_ranks, sampling, previous, ids)[0]
+        return best if draft_ids is None else draft_ids[0][best]
+    return drawn_ranks(ops, logits, num_ranks, sampling, previous, draft_ids)[0]
 
 
 def _picked_draft(tokens: Tensor, picked: dict[int, tuple[list[int], list[int]]], num_sequences: int) -> Draft:

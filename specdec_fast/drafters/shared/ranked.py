@@ -83,19 +83,19 @@ class TokenRanker:
         if paths is not None:
             logits = masked_logits(logits, sequences, paths, self._target_ids)
         behind = None if sampling is None else to_device(previous, logits.device)
-        ids, log_probs = self.ranks(logits, sampling, behind, num_ranks)
+        ids, log_probs = self.ranks(logits, num_ranks, sampling, behind)
         return RankedTokens(ids.tolist(), log_probs.tolist())
 
     def ranks(
-        self, logits: Tensor, sampling: Sampling | None, previous: Tensor | None, num_ranks: int
+        self, logits: Tensor, num_ranks: int, sampling: Sampling | None, previous: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Rank the next tokens of ``N`` rows, without waiting for the device.
 
         Args:
             logits: ``[N, draft_vocab_size]``.
+            num_ranks: as in a call.
             sampling: how each row's token is chosen; None: all greedily.
             previous: ``[N]`` int64, see ``drawn_ranks``.
-            num_ranks: as in a call.
 
         Returns:
             ``[N, num_ranks]`` int64 ids of the target, and ``[N, num_ranks]`` float64, as in ``RankedTokens``.

@@ -242,7 +242,7 @@ class TappedDrafter(PooledDrafter):
         return [(key, sequence.token_ids[(i + 1) * size]) for i, key in enumerate(keys)]
 
     def _next_tokens(
-        self, logits: Tensor, token_ids: Tensor, sampling: Sampling | None, cu_seqlens: Tensor | None = None
+        self, logits: Tensor, sampling: Sampling | None, token_ids: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose."""
         ids = self._target_ids

@@ -223,10 +223,12 @@ class Graphs(GraphStore):
         )
         return None if graph is None else _replayed(graph, None)[0][: len(layout.end)]
 
-    def _bucket(self, size: BatchSize, pool: PagePool, num_forwards: int = 1, has_trees: bool = False) -> Bucket | None:
+    def _bucket(
+        self, size: BatchSize, pool: PagePool, num_positions: int = 1, has_trees: bool = False
+    ) -> Bucket | None:
         if self.why_not is not None:
             return None
-        return self._limits.bucket(size, pool.page_size, pool.row_padding, num_forwards, has_trees)
+        return self._limits.bucket(size, pool.page_size, pool.row_padding, num_positions, has_trees)
 
     def _graph_of(
         self, kind: _Kind, pool: PagePool, hidden_states: Tensor | None, fill: Callable[[Inputs], None]
@@ -257,11 +259,11 @@ class Graphs(GraphStore):
 
             return partial(verification, forward, inputs, sampling, self._choices)
 
-        def last_logits(batch: RaggedBatch, rows: Tensor | None, _: Tensor | None) -> tuple[Tensor, None]:
+        def last_logits(batch: RaggedBatch, _: None, rows: Tensor | None) -> tuple[Tensor, None]:
             return self._forward(batch, pool, rows, None), None
 
-        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
-            return self._choices.choose(logits, kind.vocab_size, sampling, fed, one_each)
+        def choose(logits: Tensor, sampling: Sampling | None, tokens: Tensor, one_each: Tensor) -> Tensor:
+            return self._choices.choose(logits, kind.vocab_size, sampling, tokens, one_each)
 
         return partial(drafting_loop, last_logits, inputs, sampling, choose, kind.num_forwards, pool.page_size)
 
