@@ -81,7 +81,9 @@ class EngineCore:
         ended: sequences that ended outside of a verification: those that are only scored, and those that failed alone.
             The next step returns them.
         drafting: asks the drafter and the K policy.
+        prefilling: the resident sequences that lack KV entries of their prompts.
         prefixes: the prefix cache.
+        row_limit: the largest number of rows of a forward after memory ran out.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -99,19 +101,19 @@ class EngineCore:
         self.scheduler = scheduler
         self.stats = RunStats()
         self.is_called = False
-        self._row_limit = RowLimit()
-        self.drafting = StepDrafting(drafter, length_policy, self._row_limit)
+        self.row_limit = RowLimit()
+        self.drafting = StepDrafting(drafter, length_policy, self.row_limit)
         self.prefixes = PrefixCache(target, drafter, config)
         self._pools = Pools(target, drafter, config, self.prefixes)
         self._most_rows = most_logit_rows = None
         if config.memory_bytes is not None:  # for which the budget has memory
             self._most_rows = config.max_prefill_tokens
             most_logit_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
-        self._prefilling = Prefilling(
-            target, self.drafting, self.prefixes, config.max_prefill_tokens, self._row_limit, most_logit_rows
+        self.prefilling = Prefilling(
+            target, self.drafting, self.prefixes, config.max_prefill_tokens, self.row_limit, most_logit_rows
         )
         self._residents = Residents(
-            self._pools, self.prefixes, self._prefilling, scheduler, self.drafting, config, max_nodes
+            self._pools, self.prefixes, self.prefilling, scheduler, self.drafting, config, max_nodes
         )
         self.waiting = self._residents.waiting
         self.resident = self._residents.resident
@@ -266,18 +268,18 @@ class EngineCore:
     def _try_to_launch(self) -> Step | None:
         self._in_step = []
         self._residents.admit()
-        if self._prefilling.sequences:
+        if self.prefilling.sequences:
             self._prefill()
-        ready = self._prefilling.ready(self.resident) if self._prefilling.sequences else self.resident
+        ready = self.prefilling.ready(self.resident) if self.prefilling.sequences else self.resident
         if not ready:
-            self._prefilling.passed()
+            self.prefilling.passed()
             return None
         self._in_step = self.scheduler.plan(ready)
         batch = self._in_step
         limits = self.drafting.limits(batch)
         may_branch = self.drafting.length_policy.may_branch
-        if self._row_limit.most is not None:
-            batch, limits = self._row_limit.fit(batch, limits)
+        if self.row_limit.most is not None:
+            batch, limits = self.row_limit.fit(batch, limits)
             may_branch = False
         room = self._residents.make_room(batch, limits, may_branch)
         self._in_step = room.batch
@@ -290,13 +292,13 @@ class EngineCore:
         self._finished = 0.0
         num_done = 0
         room = self._room_for_prompts()
-        while chunk := self._prefilling.next_chunk(pool, num_done, room):
+        while chunk := self.prefilling.next_chunk(pool, num_done, room):
             num_done += sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
             self._in_step = list(chunk)
             with self.stats.timer("prefill"):
-                self._prefilling.compute(pool, chunk)
+                self.prefilling.compute(pool, chunk)
             self._end_prefilled(chunk)
-            if self._row_limit.most is not None:
+            if self.row_limit.most is not None:
                 break
 
     def _room_for_prompts(self) -> int:
@@ -320,12 +322,12 @@ class EngineCore:
         batch = room.batch
         timer = self.stats.timer
         started = perf_counter()
-        self._row_limit.num_rows = sum(s.num_uncomputed for s in batch) + sum(room.node_limits)
+        self.row_limit.num_rows = sum(s.num_uncomputed for s in batch) + sum(room.node_limits)
         draft, depths = self.drafting.draft(batch, room.limits, room.node_limits, timer)
         drafted = perf_counter()
         pool = self._pools.pool()
         with timer("prefill"):
-            prompt_rows = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
+            prompt_rows = self.prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
         stage = "prefill" if prompt_rows else "verify"
         with timer(stage):
             verification = self.target.verify_step(pool, batch, draft.token_ids, draft.num_draft_tokens, draft.parents)
@@ -358,7 +360,7 @@ class EngineCore:
         """Finish a step, and let the sequences that have ended leave."""
         resident = set(self.resident)
         self._in_step = [s for s in step.batch if s in resident]  # others may have ended after the launch
-        self._row_limit.num_rows = step.num_rows
+        self.row_limit.num_rows = step.num_rows
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
         self._leave([s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests])
         return outputs
@@ -376,7 +378,7 @@ class EngineCore:
                 scores = emission_scores(batch, rows, outcome.emissions, verification.logits)
                 self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
                 if verification.prompt_hidden_states is not None:
-                    self._prefilling.observe(step.prompt_rows, verification.prompt_hidden_states)
+                    self.prefilling.observe(step.prompt_rows, verification.prompt_hidden_states)
         except Exception as error:
             self._prepare_retry(error)
             return []
@@ -385,7 +387,7 @@ class EngineCore:
             self.prefixes.keep(self._pools.pool(), [sequence for sequence, _ in emitted])
             lost = self.drafting.commit(step, rows, emitted)
             if lost:
-                self._prefilling.restart(self._pools.pool(), lost)
+                self.prefilling.restart(self._pools.pool(), lost)
         # Rows of prompts take time too; or the policy has forgotten a sequence that has left.
         if not step.prompt_rows and len(emitted) == len(batch):
             self.drafting.length_policy.observe(step.observation(outcome, self._finished))
@@ -409,7 +411,7 @@ class EngineCore:
         """Return whether the next step is one of the same sequences, all decoded plainly, and pages are free for it."""
         if self.drafting.length_policy.max_draft_tokens:
             return False
-        if self._row_limit.most is not None or self._prefilling.sequences:
+        if self.row_limit.most is not None or self.prefilling.sequences:
             return False
         if len(step.batch) < len(self.resident) or not step.can_be_followed(self._requests):
             return False
@@ -432,7 +434,7 @@ class EngineCore:
             self._recover_launch(failure)
         resident = set(self.resident)
         goes_on = [s.length == length + 1 for s, length in zip(batch, lengths, strict=True) if s in resident]
-        if goes_on and all(goes_on) and not self._prefilling.sequences:  # else all have ended, or some begin again
+        if goes_on and all(goes_on) and not self.prefilling.sequences:  # else all have ended, or some begin again
             self._launched = following
         return outputs
 
@@ -454,10 +456,10 @@ class EngineCore:
         if is_of_pools and not self._pools.has_fixed_size:
             alone = self.waiting[0]  # no pool can hold it
         else:
-            may_retry = self._row_limit.recover(error, self._in_step)
+            may_retry = self.row_limit.recover(error, self._in_step)
             self.drafting.withdraw(self._in_step)
             if may_retry:
-                self._prefilling.restart(self._pools.pool(), self._in_step)
+                self.prefilling.restart(self._pools.pool(), self._in_step)
                 self.stats.num_out_of_memory += 1
                 return
             alone = self._in_step[0]

@@ -243,15 +243,14 @@ def test_nothing_of_a_finished_step_is_kept_while_the_next_one_is_launched(pair,
     core = engine.core
     for request in requests_of(engine)[:2]:
         core.add(request)
-    launch, launched = core._launch_next, []
+    verify_step, launched = engine.target.verify_step, []
 
-    def watched():
-        assert all(step() is None for step in launched)
-        step = launch()
-        if step is not None:
-            launched.append(weakref.ref(step))
-        return step
+    def watched(*args, **keywords):
+        assert all(verification() is None for verification in launched)
+        verification = verify_step(*args, **keywords)
+        launched.append(weakref.ref(verification))
+        return verification
 
-    monkeypatch.setattr(core, "_launch_next", watched)
+    monkeypatch.setattr(engine.target, "verify_step", watched)
     drain(core)
     assert len(launched) > 3

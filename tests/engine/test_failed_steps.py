@@ -20,7 +20,7 @@ PLACES = {
     "admit": lambda engine: engine.drafter,
     "commit": lambda engine: engine.drafter,
     "release": lambda engine: engine.drafter,
-    "compute": lambda engine: engine.core._prefilling,
+    "compute": lambda engine: engine.core.prefilling,
     "limits": lambda engine: engine.core.drafting.length_policy,
     "observe": lambda engine: engine.core.drafting.length_policy,
     "forget": lambda engine: engine.core.drafting.length_policy,

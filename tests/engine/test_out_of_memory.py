@@ -98,7 +98,7 @@ def test_a_request_that_fails_alone_gets_an_error(pair, expected, monkeypatch, p
     """One request has no memory at any number of rows; the others finish, in the same call."""
     monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(*pair, max_batch_size=4, max_prefill_tokens=8)  # so the long prompt has several chunks
-    owner = engine.target if place == "verify_step" else engine.core._prefilling
+    owner = engine.target if place == "verify_step" else engine.core.prefilling
 
     def failing(*args):
         lengths = [sequence.length for sequence in args[1] if sequence.token_ids[:20] == PROMPTS[2]]
@@ -179,7 +179,7 @@ def test_a_prompt_that_needs_no_prefill_is_not_blamed(pair, monkeypatch):
     def failing(*args):  # whether it is prefilled, or has its rows in a verification
         return ERRORS["gpu"] if any(s.index == 1 and s.num_uncomputed > 1 for s in args[1]) else None
 
-    wrap(monkeypatch, engine.core._prefilling, "compute", failing, works_first=False)
+    wrap(monkeypatch, engine.core.prefilling, "compute", failing, works_first=False)
     wrap(monkeypatch, engine.target, "verify_step", failing, works_first=False)
     outputs = engine.generate([[5], [1, 2], [3], [9, 8, 7]], PARAMS[0])
     assert [type(output.error) for output in outputs] == [type(None), sd.RequestMemoryError, type(None), type(None)]
@@ -212,7 +212,10 @@ def test_steps_that_only_prefill_count(pair, monkeypatch):
     core = engine.core
     request = RequestBuilder(engine.target, None).build(0, PROMPTS[2], PARAMS[2])
     core.add(request)
-    core._row_limit.most, core._row_limit._failed_rows = 1, 100
+    core.row_limit.num_rows = 100
+    while core.row_limit.most != 1:
+        core.row_limit.recover(ERRORS["gpu"], [request])
+        core.row_limit.num_rows = core.row_limit.most
     found = []
     while not request.emitted_ids:
         core.step()
