@@ -46,7 +46,7 @@ from specdec_fast.drafters.draft_model.drafter import ROWS_EACH, ModelDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import resolve
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.prefill import prefill
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -189,7 +189,7 @@ class Bench:
     ) -> None:
         self.target, self.eagle3, self.sizes, self.prompts = target, eagle3, sizes, prompts
         self.draft = RaggedModel(draft, resolve(draft.device, dtype=draft.dtype))
-        self.draft.use_graphs(Limits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
+        self.draft.use_graphs(GraphLimits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
         self.transcripts: Tokens = []
 
     def engine(self, setting: DecodingSetting) -> Run:

@@ -38,7 +38,7 @@ from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import named_failures
 from specdec_fast.ops import Ops, resolve_all
 from specdec_fast.runner.batch_invariance import make_deterministic
-from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
+from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, GraphLimits
 from specdec_fast.runner.profiling import most_proposed
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -154,7 +154,9 @@ def make_drafter(
         if config.deterministic:
             make_deterministic(model)
         model.release_memory()
-    model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens, prompt_rows=MOST_PROMPT_ROWS))
+    model.use_graphs(
+        GraphLimits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens, prompt_rows=MOST_PROMPT_ROWS)
+    )
     return drafter_of_model(model, target, config, tokenizer, draft_tokenizer)
 
 

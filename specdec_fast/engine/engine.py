@@ -42,7 +42,7 @@ from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, ScoreOutput, StreamChunk
-from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
+from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, GraphLimits
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.loading import load_sharded, load_target
 from specdec_fast.runner.profiling import forward_seconds
@@ -122,7 +122,7 @@ class Engine:
         self._asked_draft_tokens = most
         tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
         self.target.use_graphs(
-            Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows, prompt_rows=MOST_PROMPT_ROWS)
+            GraphLimits(self.config.max_batch_size, most + 1, tree_rows=tree_rows, prompt_rows=MOST_PROMPT_ROWS)
         )
         self.memory_plan = self._planned(drafter, draft is not None)
         if self.memory_plan is not None:

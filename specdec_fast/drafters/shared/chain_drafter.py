@@ -24,7 +24,7 @@ from specdec_fast.program import RowFunction
 from specdec_fast.program.executors import Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.drafting import draft_on_pages, first_tokens, laid_out_loop
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.drafts import DraftBatch, DraftGraphs
 from specdec_fast.runner.graphs.graphs import described
@@ -59,7 +59,7 @@ class ChainDrafter(TappedDrafter):
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         capture = capture_for(context.device)
         most = config.most_draft_tokens
-        limits = Limits(config.max_batch_size, most + 1, most)
+        limits = GraphLimits(config.max_batch_size, most + 1, most)
         self._addresses: list[int] = []  # of the weights that graphs read
         self.graphs = None if capture is None or config.enforce_eager else DraftGraphs(capture, limits)
 

@@ -68,7 +68,7 @@ def size_of(batch: RaggedBatch | HostLayout) -> BatchSize:
 
 
 @dataclass(frozen=True)
-class Limits:
+class GraphLimits:
     """The sizes of the largest buckets.
 
     Attributes:

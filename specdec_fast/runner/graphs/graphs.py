@@ -29,7 +29,7 @@ from specdec_fast.device_copy import Joined
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, hooked_class
-from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, Limits, size_of
+from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, GraphLimits, size_of
 from specdec_fast.runner.graphs.capture import Capture, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 from specdec_fast.runner.graphs.phases import Choices, drafting_loop, verification
@@ -73,7 +73,7 @@ class Graphs(GraphStore):
         model: nn.Module,
         forward: Forward,
         capture: Capture,
-        limits: Limits,
+        limits: GraphLimits,
         choices: Choices,
         why_not: str | None = None,
         is_sharded: bool = False,

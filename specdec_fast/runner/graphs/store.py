@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.graphs.capture import Capture, Captured, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 
@@ -70,7 +70,9 @@ class GraphStore:
 
     """
 
-    def __init__(self, capture: Capture, limits: Limits, why_not: str | None = None, is_sharded: bool = False) -> None:
+    def __init__(
+        self, capture: Capture, limits: GraphLimits, why_not: str | None = None, is_sharded: bool = False
+    ) -> None:
         self._capture = capture
         self._limits = limits
         self._is_sharded = is_sharded
