@@ -102,13 +102,19 @@ def commit_emissions(
     Only requests whose ids are in ``live``: the others have been cancelled, and stay as they are. ``rows`` are those of
     the forward at which each sequence's tokens were chosen.
     """
-    drafted = zip(step.draft.num_draft_tokens, step.depths, strict=True)
     emitted = []
-    for sequence, counts, emission, own, values in zip(step.batch, drafted, emissions, rows, scores, strict=True):
-        if sequence.request_id in live:
-            emitted.append((sequence, commit_emission(sequence, *counts, emission, values)))
-            if emission[-1] == INVALID_TOKEN and sequence.finish_reason is None:
-                sequence.fail(_why_no_token(step.verification, own[-1], sequence))
+    for i, sequence in enumerate(step.batch):
+        if sequence.request_id not in live:
+            continue
+        num_accepted = len(emissions[i]) - 1
+        has_next = emissions[i][-1] != INVALID_TOKEN
+        tokens = emissions[i] if has_next else emissions[i][:-1]
+        if tokens:
+            num_drafted = step.draft.num_draft_tokens[i]
+            tokens = sequence.append_emission(num_drafted, num_accepted, tokens, scores[i], step.depths[i])
+        emitted.append((sequence, tokens))
+        if not has_next and sequence.finish_reason is None:
+            sequence.fail(_why_no_token(step.verification, rows[i][-1], sequence))
     return emitted
 
 
@@ -123,21 +129,6 @@ def _why_no_token(verification: Verification, row: int, sequence: Sequence) -> R
         return nan_error(sequence.length, "no token can be chosen")
     place = f"after {sequence.length - sequence.prompt_length} emitted tokens"
     return NoAllowedTokenError(f"what the request allows leaves no token to choose {place}; relax its restrictions.")
-
-
-def commit_emission(
-    sequence: Sequence, num_draft_tokens: int, depth: int, emission: list[int], scores: TokenScores | None
-) -> list[int]:
-    """Commit the emission of one sequence, without an ``INVALID_TOKEN`` at its end.
-
-    Returns the committed tokens. ``depth`` is that of the draft: of a chain, the number of its tokens.
-    """
-    num_accepted = len(emission) - 1
-    emission = emission if emission[-1] != INVALID_TOKEN else emission[:-1]
-    if not emission:
-        return []
-    logprobs, top_logprobs = (None, None) if scores is None else (scores.logprobs, scores.top_logprobs)
-    return sequence.append_emission(num_draft_tokens, num_accepted, emission, logprobs, depth, top_logprobs)
 
 
 def nan_error(num_tokens: int, consequence: str) -> InvalidLogitsError:
