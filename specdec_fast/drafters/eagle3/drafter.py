@@ -17,7 +17,7 @@ from specdec_fast.device_copy import to_device
 from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.draft import Draft, draft_of_trees
 from specdec_fast.drafters.eagle3.model import Eagle3Model, load_eagle3
-from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, trees_of
+from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, TreeLimit, trees_of
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.kv_cache.forward_layout import lay_out
@@ -87,7 +87,7 @@ class Eagle3Drafter(ChainDrafter):
             return self.propose(sequences, limits)
         chosen = [i for i, limit in enumerate(limits) if limit]
         drafting = [sequences[i] for i in chosen]
-        within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
+        within = [TreeLimit(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
         if sum(map(self.num_queued, drafting)) > self._most_rows:
             self._catch_up(drafting)
         if self._in_one_call(drafting):
@@ -103,9 +103,7 @@ class Eagle3Drafter(ChainDrafter):
         nodes = dict(zip(chosen, trees, strict=True))
         return draft_of_trees([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
-    def _trees_of_program(
-        self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[tuple[int, int]]
-    ) -> DraftedTrees:
+    def _trees_of_program(self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[TreeLimit]) -> DraftedTrees:
         rows = self._queued_rows(sequences)
         token_ids = tokens_after(rows)
         inputs = self._inputs(rows)
@@ -113,14 +111,14 @@ class Eagle3Drafter(ChainDrafter):
         return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
     def _trees_of_graph(
-        self, trees: Eagle3Trees, queued: list[Rows], features: Tensor, limits: list[tuple[int, int]]
+        self, trees: Eagle3Trees, queued: list[Rows], features: Tensor, limits: list[TreeLimit]
     ) -> list[TreeNodes] | None:
         """Return the trees that one graph drafts; None if there is none for these sequences.
 
         A sequence whose tree has fewer levels than others' has as many forwards; see ``GraphRunner.draft``.
         """
-        num_forwards = max(depth for depth, _ in limits)
-        batch = self._batch_of_graph(queued, features, num_forwards, [num_nodes + 1 for _, num_nodes in limits])
+        num_forwards = max(limit.depth for limit in limits)
+        batch = self._batch_of_graph(queued, features, num_forwards, [limit.num_nodes + 1 for limit in limits])
         if self.graphs is None or batch is None:
             return None
         named = self.graphs.draft_trees(trees.graph_parts(self._projected, self._forward), batch)

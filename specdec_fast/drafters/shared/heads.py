@@ -104,12 +104,13 @@ def ranked_tokens(
     num_ranks: int,
     sampling: Sampling | None,
     previous: Tensor | None,
-    draft_ids: tuple[Tensor, int] | None = None,
+    target_ids: Tensor | None = None,
+    vocab_size: int = 0,
 ) -> Tensor:
     """Rank each row's tokens: by logit, or by the rule and the noise by which the target will choose (``drawn_ranks``).
 
     Args:
-        ops, logits, num_ranks, previous, draft_ids: as those of ``drawn_ranks``.
+        ops, logits, num_ranks, previous, target_ids, vocab_size: as those of ``drawn_ranks``.
         sampling: how each row's token is chosen; None: all greedily.
 
     Returns:
@@ -120,8 +121,8 @@ def ranked_tokens(
             best = chosen_tokens(ops, logits, logits.shape[1], None, previous)[:, None]
         else:
             best = logits.topk(num_ranks, dim=-1).indices
-        return best if draft_ids is None else draft_ids[0][best]
-    return drawn_ranks(ops, logits, num_ranks, sampling, previous, draft_ids)[0]
+        return best if target_ids is None else target_ids[best]
+    return drawn_ranks(ops, logits, num_ranks, sampling, previous, target_ids, vocab_size)[0]
 
 
 def _picked_draft(tokens: Tensor, picked: dict[int, tuple[list[int], list[int]]], num_sequences: int) -> Draft:
