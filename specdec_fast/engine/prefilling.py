@@ -9,7 +9,7 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import Rows
+from specdec_fast.batch.ragged_batch import Rows, owners
 from specdec_fast.engine.drafting import StepDrafting
 from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.row_limit import RowLimit
@@ -20,7 +20,6 @@ from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.prefill import LogitReader, prefill
 from specdec_fast.runner.ragged_model import RaggedModel
-from specdec_fast.runner.verification import owners
 
 _LOGIT_ROWS = 256  # of a forward whose logits are wanted; those of a large vocabulary need 80 MB in 16 bits
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.joint_ids import JointIds
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows, owners
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay_out_on_host
@@ -22,7 +22,6 @@ from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.token_masks import UNREAD, num_words
 from specdec_fast.runner.graphs.phases import Choices, LoopForward
 from specdec_fast.runner.mask_rows import masks_read_tokens, rows_for_drafts
-from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192

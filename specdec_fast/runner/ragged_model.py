@@ -273,7 +273,13 @@ class RaggedModel:
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
         plan = StepPlan(
-            sequences, draft_tokens, num_draft_tokens, parents, self.vocab_size, self.empty_hidden_states, unread
+            sequences=sequences,
+            draft_tokens=draft_tokens,
+            num_draft_tokens=num_draft_tokens,
+            parents=parents,
+            vocab_size=self.vocab_size,
+            empty_hidden_states=self.empty_hidden_states,
+            unread=unread,
         )
         return self._runner.verify(pool, plan)
 

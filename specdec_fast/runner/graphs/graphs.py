@@ -175,7 +175,13 @@ class Graphs(GraphStore):
             inputs.send(layout, on_host, sampling, is_verified=True, trees=trees)
             inputs.drafted[: len(on_device)].copy_(on_device)
 
-        kind = _Kind(bucket, "verify", 1, 0, bool(sampling), hidden_states is not None, has_trees)
+        kind = _Kind(
+            bucket,
+            "verify",
+            samples=bool(sampling),
+            keeps_hidden=hidden_states is not None,
+            has_trees=has_trees,
+        )
         graph = self._graph_of(kind, pool, hidden_states, fill)
         if graph is None:
             return None
@@ -217,7 +223,7 @@ class Graphs(GraphStore):
             return None
         if (bucket := self._bucket(size_of(layout), pool, num_forwards)) is None:
             return None
-        kind = _Kind(bucket, "draft", num_forwards, vocab_size, bool(sampling))
+        kind = _Kind(bucket, "draft", num_forwards=num_forwards, vocab_size=vocab_size, samples=bool(sampling))
         graph = self._graph_of(
             kind, pool, None, lambda inputs: inputs.send(layout, token_ids, sampling, is_verified=False)
         )
