@@ -291,8 +291,8 @@ class EngineCore:
         pool = self._pools.pool()
         self._finished = 0.0
         num_done = 0
-        room = self._room_for_prompts()
-        while chunk := self.prefilling.next_chunk(pool, num_done, room):
+        free_rows = self._free_rows()
+        while chunk := self.prefilling.next_chunk(pool, num_done, free_rows):
             num_done += sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
             self._in_step = list(chunk)
             with self.stats.timer("prefill"):
@@ -301,8 +301,8 @@ class EngineCore:
             if self.row_limit.most is not None:
                 break
 
-    def _room_for_prompts(self) -> int:
-        """Return how many rows of prompts, beside their last ones, the forward of a step has room for.
+    def _free_rows(self) -> int:
+        """Return how many rows of prompts, beside their last ones, the verification of a step has room for.
 
         A policy that learns could not tell their cost from that of draft tokens. So with such a policy there is no room
         while a sequence may have draft tokens.

@@ -93,12 +93,12 @@ class Prefilling:
             sequence for sequence in resident if sequence in self._for_verification or sequence not in self.sequences
         ]
 
-    def next_chunk(self, pool: PagePool, num_done: int = 0, room: int = 0) -> dict[Sequence, int]:
+    def next_chunk(self, pool: PagePool, num_done: int = 0, free_rows: int = 0) -> dict[Sequence, int]:
         """Return the next chunk: how many positions of each of its sequences then have entries.
 
         It is at least one more, but for a text of one token that is only scored. ``num_done`` prompt tokens have been
-        prefilled in this step, whose verification computes ``room`` more. The chunk is empty if the step may prefill no
-        more, or if no sequence lacks further entries: those whose entries have been found are forgotten.
+        prefilled in this step, whose verification computes ``free_rows`` more. The chunk is empty if the step may
+        prefill no more, or if no sequence lacks further entries: those whose entries have been found are forgotten.
         """
         chunk: dict[Sequence, int] = {}
         most = None if self._max_tokens is None else self._max_tokens - num_done
@@ -128,21 +128,21 @@ class Prefilling:
         if found:
             self.drop(found)
         if not has_waiting:  # else what others wait for would come a step later
-            self._keep_for_verification(chunk, room)
+            self._keep_for_verification(chunk, free_rows)
         num_rows = sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
         self._row_limit.num_rows = min(num_rows, self._target.row_padding.largest)
         return chunk
 
-    def _keep_for_verification(self, chunk: dict[Sequence, int], room: int) -> None:
+    def _keep_for_verification(self, chunk: dict[Sequence, int], free_rows: int) -> None:
         """Take the last rows of prompts out of the chunk that completes them, as many as the verification may have."""
         if self._row_limit.most is not None:
             return
         for sequence in reversed(list(chunk)):
             is_scored = sequence.is_only_scored or sequence.first_unscored is not None
-            if is_scored or chunk[sequence] < sequence.length - 1 or not room:
+            if is_scored or chunk[sequence] < sequence.length - 1 or not free_rows:
                 continue
-            count = min(room, chunk[sequence] - sequence.target_kv_length)
-            room -= count
+            count = min(free_rows, chunk[sequence] - sequence.target_kv_length)
+            free_rows -= count
             chunk[sequence] -= count
             if chunk[sequence] == sequence.target_kv_length:
                 del chunk[sequence]
