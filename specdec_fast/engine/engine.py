@@ -100,14 +100,13 @@ class Engine:
     ) -> None:
         self.process = OwnProcess()  # first, so that it is also the first to refuse a copy
         self.config = as_config(config, keywords)
-        scheduler = make_scheduler(self.config)
+        make_scheduler(self.config)  # refuses an unknown method before a model is loaded
         expect_tokenizers(tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
         draft = checked_draft(draft, self.config, draft_tokenizer)
         draft = affordable_draft(target, draft, self.config)
         most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
         load = load_target if self.config.tp_size == 1 else self._load_sharded
         self.target = load(target, self.config, most_draft_tokens)
-        self._ops = self.target.ops
         self._expect_same_steps()
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
@@ -124,17 +123,17 @@ class Engine:
         self.target.use_graphs(
             GraphLimits(self.config.max_batch_size, most + 1, tree_rows=tree_rows, prompt_rows=MOST_PROMPT_ROWS)
         )
+        max_nodes = drafter.max_nodes
         self.memory_plan = self._planned(drafter, draft is not None)
         if self.memory_plan is not None:
             self.config = self.memory_plan.config
-            scheduler = make_scheduler(self.memory_plan.config)
+            max_nodes = self.memory_plan.max_nodes
             drafter.limit_prefill(self.config.max_prefill_tokens)
             if not self.memory_plan.has_drafter:
                 draft = None
                 drafter = self._make_drafter(None)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
-        max_nodes = drafter.max_nodes if self.memory_plan is None else self.memory_plan.max_nodes
         self.profiler = Profiler(
             max_batch_size=self.config.max_batch_size,
             is_asynchronous=self.target.layout.device.type != "cpu",
@@ -146,12 +145,13 @@ class Engine:
         length_policy.prepare(self.profiler)
         if self.memory_plan is not None:
             return_freed_memory()
+        scheduler = make_scheduler(self.config)
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config, max_nodes)
         self.shared = SharedCore(self.core, self.process)
 
     def _make_drafter(self, draft: Any, draft_tokenizer: Any | None = None) -> Drafter:
         def make(chosen: Any) -> Drafter:
-            return make_drafter(chosen, self.target, self.config, self._ops, self.tokenizer, draft_tokenizer)
+            return make_drafter(chosen, self.target, self.config, self.tokenizer, draft_tokenizer)
 
         if draft == AUTO_DRAFT:
             self.draft_choice = choose_draft(self.target, self.config, self._can_afford, make)
@@ -361,7 +361,7 @@ class Engine:
             "why_one_by_one": self.target.why_one_by_one,
             **described(self.target.graphs),
             "draft": self.drafter.describe(),
-            "ops": dict(self._ops.chosen),
+            "ops": dict(self.target.ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "state_bytes_per_sequence": self.target.layout.bytes_per_sequence,
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,

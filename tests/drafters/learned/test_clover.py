@@ -92,7 +92,7 @@ def test_a_shared_output_layer_has_the_sign_that_it_shows(model, folder):
 
 
 def test_which_tree_is_drafted(tmp_path, target, folder, monkeypatch):
-    drafter = make_drafter(str(folder), target, EngineConfig(), target.ops, None)
+    drafter = make_drafter(str(folder), target, EngineConfig(), None)
     assert isinstance(drafter, CloverDrafter), "config.json says which kind it is"
     assert drafter.tree.choices == [(0,), (0, 0), (0, 0, 0), (1,)]
     assert drafter.max_nodes == drafter.describe()["num_heads"] + 1 == 4
