@@ -133,7 +133,7 @@ class EngineCore:
     @pool.setter
     def pool(self, pool: PagePool) -> None:
         """Let the next steps use another pool; nothing may be resident."""
-        self._pools.target_pool = pool
+        self._pools.use(pool)
 
     @property
     def has_work(self) -> bool:

@@ -28,6 +28,7 @@ class Pools:
     """The target's pool and, through the drafter, the drafter's pool; both have the same number of positions.
 
     Attributes:
+        target_pool: the target's pages; None before the first step.
         is_sized: whether the pools are large enough for every request added so far.
 
     """
@@ -44,17 +45,12 @@ class Pools:
         # A model with recurrent layers has a state slot for each of so many sequences.
         self._has_states = bool(target.layout.states or drafter.bytes_per_sequence(config.most_draft_tokens))
         self._num_sequences = 0
-        self._target_pool: PagePool | None = None
+        self.target_pool: PagePool | None = None
         self.is_sized = False
 
-    @property
-    def target_pool(self) -> PagePool | None:
-        """The target's pages; None before the first step."""
-        return self._target_pool
-
-    @target_pool.setter
-    def target_pool(self, pool: PagePool | None) -> None:
-        self._target_pool = pool
+    def use(self, pool: PagePool | None) -> None:
+        """Let target and drafter use this pool of the target from now on."""
+        self.target_pool = pool
         self._drafter.use_target_pool(pool)
 
     @property
@@ -149,7 +145,7 @@ class Pools:
             try:
                 return self._allocate(num_tokens, num_sequences)
             except KVCacheAllocationError:
-                self.target_pool = None
+                self.use(None)
                 if num_tokens <= least and (num_sequences <= 1 or not self._has_states):
                     raise
             num_tokens = max(least, num_tokens // 2)
@@ -162,12 +158,13 @@ class Pools:
             self._grow(num_tokens, num_sequences)  # keeps the entries, if there is memory for both pools
             pool = self.target_pool
         if pool is None or not pool.is_vacant or not pool.holds(num_tokens, num_sequences):
-            pool = self.target_pool = None  # frees the old pool's memory before the new one is allocated
+            pool = None
+            self.use(None)  # frees the old pool's memory before the new one is allocated
             target = self._target
             pool = PagePool(target.layout, num_tokens, self._page_size, target.row_padding, num_sequences)
             if self._prefixes.is_on:
                 pool.keep_prefixes()
-            self.target_pool = pool
+            self.use(pool)
         self._drafter.expect_sequences(num_sequences)
         self._drafter.prepare(self.pool().num_tokens, self._page_size)
         self._num_sequences = num_sequences
@@ -180,7 +177,7 @@ class Pools:
             self._drafter.grow(num_tokens)
         except KVCacheAllocationError:
             return
-        self.target_pool = pool
+        self.use(pool)
         self._num_sequences = max(num_sequences, self._num_sequences)
 
     def _rounded(self, num_tokens: int) -> int:
