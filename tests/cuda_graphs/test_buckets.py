@@ -109,14 +109,14 @@ def test_a_batch_sent_from_the_host_is_the_batch_copied_on_the_device(counts_of,
         rows, num_rows = [Rows(i, 2 * turn, count) for i, count in enumerate(counts)], sum(counts)
         token_ids = torch.arange(num_rows) + 7
         filled.fill(lay_out(pool, rows, token_ids))
-        sent.send(lay_out_on_host(pool, rows), token_ids.tolist(), {}, is_verified=False)
+        sent.send(lay_out_on_host(pool, rows), {}, token_ids=token_ids.tolist())
         for field in fields(sent.batch):
             if isinstance(tensor := getattr(sent.batch, field.name), torch.Tensor):
                 assert torch.equal(tensor, getattr(filled.batch, field.name)), field.name
         drafted = [token - 1 for token in range(num_rows) if token not in itertools.accumulate(counts, initial=0)]
         sent.drafted[: len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
         last = [100 + i for i in range(len(counts))]
-        sent.send(lay_out_on_host(pool, rows), last, {}, is_verified=True)
+        sent.send(lay_out_on_host(pool, rows), {}, first_ids=last)
         expected = [[last[i], *(drafted.pop(0) for _ in range(count - 1))] for i, count in enumerate(counts)]
         expected = [min(token, 90) if place else token for own in expected for place, token in enumerate(own)]
         assert sent.token_ids(91).tolist() == expected + [0] * (bucket.num_rows - num_rows)
@@ -128,7 +128,7 @@ def test_sampling_of_an_earlier_batch_is_gone(model):
     for counts, temperature in (([1, 1, 1], 0.5), ([1], 0.0), ([1, 1], 0.25), ([1], 0.125)):
         layout = lay_out_on_host(pool, [Rows(i, 0, n) for i, n in enumerate(counts)])
         column = np.full(len(counts), temperature)
-        inputs.send(layout, [5] * len(counts), {"temperatures": column, "positions": column}, is_verified=True)
+        inputs.send(layout, {"temperatures": column, "positions": column}, first_ids=[5] * len(counts))
         expected = [*column.tolist(), *[0.0] * (8 - len(counts))]
         assert inputs.sampling.temperatures.tolist() == expected
         assert inputs.sampling.positions.tolist() == [int(value) for value in expected]

@@ -169,11 +169,11 @@ class Graphs(GraphStore):
         if (bucket := self._bucket(size_of(layout), pool, has_trees=has_trees)) is None:
             return None
 
-        on_host, on_device = (None, last) if isinstance(last, Tensor) else (last, draft_tokens)
+        first_ids, drafted = (None, last) if isinstance(last, Tensor) else (last, draft_tokens)
 
         def fill(inputs: Inputs) -> None:
-            inputs.send(layout, on_host, sampling, is_verified=True, trees=trees)
-            inputs.drafted[: len(on_device)].copy_(on_device)
+            inputs.send(layout, sampling, first_ids=first_ids, trees=trees)
+            inputs.drafted[: len(drafted)].copy_(drafted)
 
         kind = _Kind(
             bucket,
@@ -224,9 +224,7 @@ class Graphs(GraphStore):
         if (bucket := self._bucket(size_of(layout), pool, num_forwards)) is None:
             return None
         kind = _Kind(bucket, "draft", num_forwards=num_forwards, vocab_size=vocab_size, samples=bool(sampling))
-        graph = self._graph_of(
-            kind, pool, None, lambda inputs: inputs.send(layout, token_ids, sampling, is_verified=False)
-        )
+        graph = self._graph_of(kind, pool, None, lambda inputs: inputs.send(layout, sampling, token_ids=token_ids))
         return None if graph is None else _replayed(graph, None)[0][: len(layout.end)]
 
     def _bucket(
