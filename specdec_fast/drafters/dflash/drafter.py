@@ -95,7 +95,7 @@ class DFlashDrafter(TappedDrafter):
 
     def _compute(self, rows: list[Rows]) -> None:
         batch = lay_out(self._pool(), rows, torch.empty(0, dtype=torch.int64, device=self._device))
-        self.model.write_context(batch, self._pool(), self._taken(rows))
+        self.model.write_context(batch, self._pool(), self._take_features(rows))
 
     def _chains(self, members: list[Sequence], counts: list[int]) -> tuple[Tensor, Tensor | None]:
         """Return the draft tokens ``[sum(counts)]``, sequence after sequence, and their scores."""

@@ -96,7 +96,7 @@ class Eagle3Drafter(ChainDrafter):
             every_count = [counts.get(i, 0) for i in range(len(sequences))]
             return Draft(drafted.token_ids, every_count, drafted.parents, drafted.scores if self.has_scores else None)
         queued = self._queued_rows(drafting)
-        features = self._hidden_states(queued)
+        features = self._take_hidden_states(queued)
         trees = self._trees_of_graph(self._trees, queued, features, within)
         if trees is None:
             trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(queued, features))
@@ -106,7 +106,7 @@ class Eagle3Drafter(ChainDrafter):
     def _trees_of_program(self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[TreeLimit]) -> DraftedTrees:
         rows = self._queued_rows(sequences)
         token_ids = tokens_after(rows)
-        inputs = self._inputs(rows)
+        inputs = self._take_inputs(rows)
         choice = self._choice(sampling_of(sequences, self._device))
         return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
@@ -133,9 +133,9 @@ class Eagle3Drafter(ChainDrafter):
     def _projected(self, hidden_states: Tensor) -> Tensor:
         return self.model.project(hidden_states)
 
-    def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
+    def _take_inputs(self, queued: list[Rows]) -> Tensor | Projection:
         # the call of a program projects them as well
-        pieces = self._pieces(queued)
+        pieces = self._take_pieces(queued)
         program = self._projection.program
         if program is None or pieces[0].dtype != self.model.layout.dtype:
             return self._projected(torch.cat(pieces))

@@ -83,7 +83,7 @@ class ChainDrafter(TappedDrafter):
         }
 
     def _compute(self, rows: list[Rows]) -> None:
-        self.rows(self._pool(), *self._queued_batch(rows), self._no_rows)
+        self.rows(self._pool(), *self._take_batch(rows), self._no_rows)
 
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute ``T`` rows, and write their KV entries.
@@ -113,8 +113,9 @@ class ChainDrafter(TappedDrafter):
         queued = self._queued_rows(members)
         if self._in_one_call(members):
             choice = self._choice(sampling_of(members, self._device))
-            return self.rows.draft(self._pool(), queued, tokens_after(queued), self._inputs(queued), counts, choice)
-        features = self._hidden_states(queued)
+            inputs = self._take_inputs(queued)
+            return self.rows.draft(self._pool(), queued, tokens_after(queued), inputs, counts, choice)
+        features = self._take_hidden_states(queued)
         of_graph = self._by_graph(queued, features, counts)
         if of_graph is not None:
             return first_tokens(of_graph, counts)
@@ -125,9 +126,9 @@ class ChainDrafter(TappedDrafter):
     def _in_one_call(self, sequences: list[Sequence]) -> bool:
         return self.drafts_in_one_call and not any(s.edits_logits for s in sequences)
 
-    def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
+    def _take_inputs(self, queued: list[Rows]) -> Tensor | Projection:
         """Remove the queued features of some sequences, and return them as a call of the program takes them."""
-        return self._taken(queued)
+        return self._take_features(queued)
 
     def _choice(self, sampling: Sampling | None) -> TokenChoice:
         return TokenChoice(self._vocab_size, sampling)

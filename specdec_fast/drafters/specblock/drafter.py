@@ -155,7 +155,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
         Return conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
         """
-        conditions = self._taken(rows)
+        conditions = self._take_features(rows)
         k = self._num_slots
         bases = [start + i for _, start, count, _ in rows for i in range(count)]
         blocks = [Rows(owner, k * start, k * count) for owner, start, count, _ in rows]
