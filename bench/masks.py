@@ -25,7 +25,7 @@ from bench.common.pairs import PAIRS, random_pair, random_prompts
 from bench.common.timing import median_ratio
 from specdec_fast import Engine, SamplingParams
 from specdec_fast.commands.common import format_table
-from specdec_fast.engine import core
+from specdec_fast.engine import drafting as engine_drafting
 from specdec_fast.runner import drafting, verification
 
 _END = "<end>"
@@ -64,8 +64,8 @@ class MaskTime:
 
     def patches(self) -> list[Any]:
         """Return what counts the calls while it is entered."""
-        places = [(verification, "mask_rows"), (drafting, "rows_for_drafts"), (core, "limits_with_forced")]
-        places += [(core, "forced_tokens"), (core, "completed")]
+        places = [(verification, "mask_rows"), (drafting, "rows_for_drafts")]
+        places += [(engine_drafting, name) for name in ("limits_with_forced", "forced_tokens", "completed")]
         return [mock.patch.object(place, name, self._timed(getattr(place, name))) for place, name in places]
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,8 +76,9 @@ class Ours:
 
     def replays(self, wanted: Tokens, acceptance: float, vocab_size: int) -> None:
         """Let the drafter propose the target's own tokens, each with a probability."""
-        core = self.engine.core
-        core.drafter = ReplayDrafter(core.drafter, wanted, acceptance, vocab_size, self.engine.target.layout.device)
+        drafting = self.engine.core.drafting
+        device = self.engine.target.layout.device
+        drafting.drafter = ReplayDrafter(drafting.drafter, wanted, acceptance, vocab_size, device)
 
     @property
     def linear_bytes(self) -> int:

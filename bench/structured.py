@@ -67,7 +67,7 @@ def forced_rows(target: Any, args: argparse.Namespace, prompts: list[str]) -> li
     steps: dict[tuple[str, bool], float] = {}
     for _ in range(args.repeats):
         for name, forced in cases:
-            engines[name].core.drafts_forced = forced
+            engines[name].core.drafting.drafts_forced = forced
             outputs, spent = timed(engines[name], prompts, params)
             if [output.token_ids for output in outputs] != [output.token_ids for output in expected]:
                 sys.exit(f"{name}, forced={forced}: the outputs are not those of plain decoding")

@@ -77,7 +77,7 @@ def _files_of_a_step(engine: Any, prompts: list[str], params: Any) -> list[str]:
     from specdec_fast.engine.input import RequestBuilder
     from specdec_fast.request.prompt_options import PromptOptions
 
-    builder = RequestBuilder(engine.target, engine.tokenizer, engine.core.length_policy.max_draft_tokens)
+    builder = RequestBuilder(engine.target, engine.tokenizer, engine.core.drafting.length_policy.max_draft_tokens)
     for index, prompt in enumerate(prompts):
         engine.core.add(builder.build(index, prompt, params, PromptOptions()))
     for _ in range(_STEPS_BEFORE):

@@ -43,7 +43,7 @@ class PolicyRunner(EngineRunner):
 
     def __call__(self) -> Measurement:
         """Decode."""
-        self.engine.core.length_policy = self.policy
+        self.engine.core.drafting.length_policy = self.policy
         for _ in range(self._warm_ups):
             super().__call__()
         self._warm_ups = 0

@@ -22,8 +22,8 @@ from bench.common.replay import ReplayDrafter
 from bench.common.workload import Workload
 from bench.engine_.peers import PEERS
 from specdec_fast import DecodingStats, Drafter, Engine, SamplingParams, oracle
-from specdec_fast.drafters.base import PooledDrafter
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
+from specdec_fast.drafters.shared.pooled import PooledDrafter
 from specdec_fast.equivalence.compare import transformers_greedy_batch
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.models.loading import eos_token_ids
@@ -58,7 +58,7 @@ class EngineRunner:
 
     def __call__(self) -> Measurement:
         """Decode all prompts."""
-        self.engine.core.drafter = self.drafter  # all acceptances of a replayed draft share one engine
+        self.engine.core.drafting.drafter = self.drafter  # all acceptances of a replayed draft share one engine
         self.engine.tokenizer = None  # ids in and out, as with the other methods: detokenizing is not measured
         self._make_pools()
         prompts = self.workload.prompts

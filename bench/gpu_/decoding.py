@@ -46,7 +46,7 @@ from specdec_fast.drafters.draft_model.drafter import ROWS_EACH, ModelDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import resolve
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.prefill import prefill
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -189,7 +189,7 @@ class Bench:
     ) -> None:
         self.target, self.eagle3, self.sizes, self.prompts = target, eagle3, sizes, prompts
         self.draft = RaggedModel(draft, resolve(draft.device, dtype=draft.dtype))
-        self.draft.use_graphs(Limits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
+        self.draft.use_graphs(GraphLimits(max(sizes.prompts), ROWS_EACH, sizes.num_draft_tokens))
         self.transcripts: Tokens = []
 
     def engine(self, setting: DecodingSetting) -> Run:
@@ -216,8 +216,8 @@ class Bench:
             engine.core._can_be_followed = lambda step: False  # type: ignore[method-assign]
         if setting.acceptance is not None:
             core, device = engine.core, self.target.device
-            core.drafter = ReplayDrafter(
-                core.drafter, self.transcripts, setting.acceptance, vocab_size, device, SEED, AMONG_SIBLINGS
+            core.drafting.drafter = ReplayDrafter(
+                core.drafting.drafter, self.transcripts, setting.acceptance, vocab_size, device, SEED, AMONG_SIBLINGS
             )
         models = [engine.target, self.draft] if setting.drafter == DRAFT_MODEL else [engine.target]
         return Run(engine, models, self.prompts[: self.sizes.prompts[batch_size]])

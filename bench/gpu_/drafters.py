@@ -82,7 +82,7 @@ def _decode(pair: Pair, name: str, settings: dict[str, Any], temperature: float)
     """Return outputs, tokens per second and the engine."""
     engine = Engine(pair.target, tokenizer=pair.tokenizer, backend=pair.backend, **settings)
     if name.endswith("without graphs"):
-        engine.core.drafter.graphs = None
+        engine.core.drafting.drafter.graphs = None
     params = [
         SamplingParams(max_new_tokens=pair.max_new_tokens, temperature=temperature, seed=i)
         for i in range(len(pair.prompts))

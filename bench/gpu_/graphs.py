@@ -39,7 +39,7 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import resolve
 from specdec_fast.runner import verification
 from specdec_fast.runner.drafting import chosen_tokens
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.graphs.capture import CAPTURES
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -151,13 +151,13 @@ def run(settings: Settings, progress: Progress) -> None:
     bandwidth = copy_bandwidth((FEW_TIMINGS if settings.smoke else TIMINGS).copy_bytes, device)
     progress.note(copy_gigabytes_per_second=bandwidth / 1e9)
     k, most = sizes.num_draft_tokens, max(sizes.prompts)
-    target = _model(sizes.target, sizes, device, Limits(most, k + 1))
+    target = _model(sizes.target, sizes, device, GraphLimits(most, k + 1))
     for batch_size in sizes.prompts:
         for what, count in (("plain step", 1), ("verification", k + 1)):
             check = partial(_time_forward, what, target, (batch_size, count), sizes, bandwidth, progress)
             progress.attempt(f"{what} at batch {batch_size}", check)
     del target, check
-    draft = _model(sizes.draft, sizes, device, Limits(most, ROWS_EACH, k))
+    draft = _model(sizes.draft, sizes, device, GraphLimits(most, ROWS_EACH, k))
     for batch_size in sizes.prompts:
         check = partial(_time_drafting, draft, batch_size, sizes, bandwidth, progress)
         progress.attempt(f"drafting at batch {batch_size}", check)
@@ -182,7 +182,7 @@ def _time_drafting(
     _time("drafting", bench, bench.draft, bandwidth, progress)
 
 
-def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: Limits) -> RaggedModel:
+def _model(shape: ModelShape, sizes: gpu_decoding.Sizes, device: torch.device, limits: GraphLimits) -> RaggedModel:
     module = random_model(shape, sizes.vocab_size, sizes.dtype, device, SEED)
     # If the device has no graphs, PyTorch runs the forwards: graphs are not to be compared with a CPU's programs.
     model = RaggedModel(module, resolve(device, dtype=module.dtype), enforce_eager=device.type not in CAPTURES)

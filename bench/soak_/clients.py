@@ -80,7 +80,7 @@ class Faults:
         self._stats: RunStats | None = None
         for owner, name in (
             (engine.target, "verify_step"),
-            (engine.core._prefilling, "compute"),
+            (engine.core.prefilling, "compute"),
             (engine.drafter, "propose"),
             (engine.drafter, "commit"),
         ):
@@ -105,7 +105,7 @@ class Faults:
             result = call(*args)
             if self._draw.random() < self._probability:
                 kind = self._draw.choice(["memory", "device", "chance", "nan"])
-                is_large = self._core._row_limit.num_rows > _ROWS_IN_MEMORY
+                is_large = self._core.row_limit.num_rows > _ROWS_IN_MEMORY
                 if kind == "memory" and is_large:
                     raise MemoryError("injected")
                 if kind == "device" and is_large:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.recurrent_batch import RecurrentBatch
+from specdec_fast.request.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ class Rows(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]  # replaces the method tuple.count, which is not used here
     num_drafts: int = 0  # how many of the last ones have draft tokens, which may be rejected
+
+
+def owners(rows: list[Rows]) -> list[Sequence]:
+    """Return the sequences of rows whose owners are sequences, as those of a step are."""
+    return [row.owner for row in rows]  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def _measured(
         tokenizer = None
     engine = Engine(args.target, draft, config, draft_tokenizer=tokenizer)
     _expect_positions(engine.target.max_positions, traffic)
-    drafts = engine.drafter if engine.core.length_policy.max_draft_tokens else None
+    drafts = engine.drafter if engine.core.drafting.length_policy.max_draft_tokens else None
     memory = loaded_memory(engine.target, drafts, config.page_size)
     _expect_one(memory, args.memory, traffic)
     least = least_setting(memory, traffic)

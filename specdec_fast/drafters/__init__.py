@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from specdec_fast.drafters.auto import DraftChoice, choose_draft
-from specdec_fast.drafters.base import Draft, Drafter, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.base import Drafter, DrafterContext, StepResult, TreeDrafter
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.registry import (
     AUTO_DRAFT,
     CHECKPOINT_DRAFTERS,

@@ -11,7 +11,7 @@ from specdec_fast.drafters.self_draft.drafter import SelfDrafter
 from specdec_fast.models.quantized_linears import how_quantised
 from specdec_fast.models.rounded_models import tensors_after_rounding, weights_to_round
 from specdec_fast.planner.choice import MOST_DRAFT_TOKENS, expected_tokens
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.profiling import forward_seconds
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.speculation_length.step_costs import StepCosts
@@ -70,7 +70,7 @@ def choose_draft(
     size = config.max_batch_size
     lengths = config.num_draft_tokens
     candidates = [lengths] if isinstance(lengths, int) else list(range(1, MOST_DRAFT_TOKENS + 1))
-    target.use_graphs(Limits(size, max(candidates) + 1))  # so that steps are timed as they will run
+    target.use_graphs(GraphLimits(size, max(candidates) + 1))  # so that steps are timed as they will run
     counts = sorted({1, size, *(size * (1 + k) for k in candidates)})
     verify = forward_seconds(target, counts, most_sequences=size)
     saved = verify[1] * (1 - _share_of_copy(target))

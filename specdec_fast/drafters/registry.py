@@ -36,9 +36,9 @@ from specdec_fast.errors import ConfigError, DrafterError
 from specdec_fast.models.loading import load_model
 from specdec_fast.models.placement import devices_of
 from specdec_fast.models.probe import named_failures
-from specdec_fast.ops import Ops, resolve_all
+from specdec_fast.ops import resolve_all
 from specdec_fast.runner.batch_invariance import make_deterministic
-from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
+from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, GraphLimits
 from specdec_fast.runner.profiling import most_proposed
 from specdec_fast.runner.ragged_model import RaggedModel
 
@@ -115,7 +115,6 @@ def make_drafter(
     draft: str | PathLike[str] | PreTrainedModel | Drafter | None,
     target: RaggedModel,
     config: EngineConfig,
-    ops: Ops,
     tokenizer: Any | None,
     draft_tokenizer: Any | None = None,
 ) -> Drafter:
@@ -125,7 +124,6 @@ def make_drafter(
         draft: from ``checked_draft``.
         target: the model that will verify its tokens.
         config: the engine's settings; a model that this function loads gets their dtype.
-        ops: implementations for a draft model.
         tokenizer: the target's, if known.
         draft_tokenizer: the draft model's; None: that in its folder, if there is one.
 
@@ -148,13 +146,16 @@ def make_drafter(
     module = load_model(draft, dtype, target.layout.device, "draft", config.draft_quantization)
     with named_failures(module):
         most = most_proposed(config.most_draft_tokens)
+        ops = target.ops
         if target.layout.is_spread or len(devices_of(module)) > 1:
             ops = resolve_all(devices_of(module), config.backend, module.dtype)
         model = RaggedModel(module, ops, config.page_size, config.enforce_eager, most)
         if config.deterministic:
             make_deterministic(model)
         model.release_memory()
-    model.use_graphs(Limits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens, prompt_rows=MOST_PROMPT_ROWS))
+    model.use_graphs(
+        GraphLimits(config.max_batch_size, ROWS_EACH, config.most_draft_tokens, prompt_rows=MOST_PROMPT_ROWS)
+    )
     return drafter_of_model(model, target, config, tokenizer, draft_tokenizer)
 
 

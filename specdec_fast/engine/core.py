@@ -18,35 +18,17 @@ from torch import Tensor
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
-from specdec_fast.engine.following import knows_next_rows
-from specdec_fast.engine.forced_drafts import (
-    completed,
-    forced_tokens,
-    limits_of_drafter,
-    limits_with_forced,
-)
+from specdec_fast.engine.drafting import StepDrafting, may_draft
 from specdec_fast.engine.prefilling import Prefilling
 from specdec_fast.engine.prefixes import PrefixCache
-from specdec_fast.engine.residents import Pools, Residents
+from specdec_fast.engine.residents import Pools, Residents, Room
 from specdec_fast.engine.row_limit import RowLimit, memory_error
 from specdec_fast.engine.scores import emission_scores
-from specdec_fast.engine.step import (
-    Step,
-    StepOutput,
-    admit_new,
-    commit_emissions,
-    commit_to_drafter,
-    draft_limits,
-    may_draft,
-    propose,
-    release,
-    step_error,
-)
+from specdec_fast.engine.step import Step, StepOutput, commit_emissions, step_error
 from specdec_fast.errors import EngineBusyError, KVCacheAllocationError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import RunStats
-from specdec_fast.runner.mask_rows import masks_read_tokens
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.schedulers import Scheduler
 from specdec_fast.speculation_length import LengthPolicy
@@ -98,8 +80,10 @@ class EngineCore:
         resident: sequences that hold pages, in the same order.
         ended: sequences that ended outside of a verification: those that are only scored, and those that failed alone.
             The next step returns them.
+        drafting: asks the drafter and the K policy.
+        prefilling: the resident sequences that lack KV entries of their prompts.
         prefixes: the prefix cache.
-        drafts_forced: whether tokens that a grammar forces are drafted before anything else, without the drafter.
+        row_limit: the largest number of rows of a forward after memory ran out.
         stats: counts and times of the steps; the caller may replace it between two steps.
 
     """
@@ -114,23 +98,23 @@ class EngineCore:
         max_nodes: int,
     ) -> None:
         self.target = target
-        self.drafter = drafter
         self.scheduler = scheduler
-        self.length_policy = length_policy
         self.stats = RunStats()
         self.is_called = False
+        self.row_limit = RowLimit()
+        self.drafting = StepDrafting(drafter, length_policy, self.row_limit)
         self.prefixes = PrefixCache(target, drafter, config)
-        self.drafts_forced = True
         self._pools = Pools(target, drafter, config, self.prefixes)
-        self._row_limit = RowLimit()
         self._most_rows = most_logit_rows = None
         if config.memory_bytes is not None:  # for which the budget has memory
             self._most_rows = config.max_prefill_tokens
             most_logit_rows = config.max_batch_size * (max(max_nodes, config.most_draft_tokens) + 1)
-        self._prefilling = Prefilling(
-            target, drafter, self.prefixes, config.max_prefill_tokens, self._row_limit, most_logit_rows
+        self.prefilling = Prefilling(
+            target, self.drafting, self.prefixes, config.max_prefill_tokens, self.row_limit, most_logit_rows
         )
-        self._residents = Residents(self._pools, self.prefixes, self._prefilling, scheduler, drafter, config, max_nodes)
+        self._residents = Residents(
+            self._pools, self.prefixes, self.prefilling, scheduler, self.drafting, config, max_nodes
+        )
         self.waiting = self._residents.waiting
         self.resident = self._residents.resident
         self._in_step: list[Sequence] = []  # the sequences of the present step, for drop_failed
@@ -149,12 +133,21 @@ class EngineCore:
     @pool.setter
     def pool(self, pool: PagePool) -> None:
         """Let the next steps use another pool; nothing may be resident."""
-        self._pools.target_pool = pool
+        self._pools.use(pool)
 
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended, or no step has returned its end yet."""
         return bool(self.waiting or self.resident or self.ended)
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether ``step`` launches the next step before it returns, which a CPU would compute at once."""
+        return self.target.layout.device.type != "cpu"
+
+    def expect_room(self, request: Sequence) -> None:
+        """Raise the error with which ``add`` would refuse the request; any thread may call this."""
+        self._pools.expect_room(request)
 
     @outermost
     def add(self, request: Sequence) -> int:
@@ -203,7 +196,7 @@ class EngineCore:
         After an exception the caller must call ``drop_failed`` or ``cancel_all``.
 
         On a GPU the core launches the next step before this one returns, so the device computes while the caller
-        handles the tokens; a plain step even before the tokens of this one are read (``engine/following.py``). On a CPU
+        handles the tokens; a plain step even before the tokens of this one are read (``_can_be_followed``). On a CPU
         launches are synchronous, so the core launches nothing early.
 
         A step that runs out of memory is repeated with fewer rows: fewer sequences, draft tokens, or prompt tokens. A
@@ -227,7 +220,7 @@ class EngineCore:
             return []
         step = self._launched or self._launch_next()
         self._launched = None
-        may_launch = step is not None and self._overlap
+        may_launch = step is not None and self.launches_ahead
         outputs: list[StepOutput] = []
         if step is not None:
             step, next_tokens = self._fetched(step) if may_launch else (step, None)
@@ -242,10 +235,6 @@ class EngineCore:
             except Exception as error:
                 self._launch_error = error
         return outputs
-
-    def expect_room(self, request: Sequence) -> None:
-        """Raise the error with which ``add`` would refuse the request; any thread may call this."""
-        self._pools.expect_room(request)
 
     @outermost
     def drop_failed(self, error: BaseException) -> None:
@@ -267,11 +256,6 @@ class EngineCore:
         if not isinstance(error, Exception):
             self.prefixes.forget(self.pool, self.waiting)
 
-    @property
-    def _overlap(self) -> bool:
-        """Whether the core launches the next step before it returns a step's outputs."""
-        return self.target.layout.device.type != "cpu"
-
     def _launch_next(self) -> Step | None:
         """Launch the next step, with fewer rows if memory runs out; return None if no sequence can decode yet."""
         while self.waiting or self.resident:
@@ -284,80 +268,81 @@ class EngineCore:
     def _try_to_launch(self) -> Step | None:
         self._in_step = []
         self._residents.admit()
-        if self._prefilling.sequences:
+        if self.prefilling.sequences:
             self._prefill()
-        ready = self._prefilling.ready(self.resident) if self._prefilling.sequences else self.resident
+        ready = self.prefilling.ready(self.resident) if self.prefilling.sequences else self.resident
         if not ready:
-            self._prefilling.passed()
+            self.prefilling.passed()
             return None
         self._in_step = self.scheduler.plan(ready)
         batch = self._in_step
-        limits = draft_limits(self.length_policy, batch)
-        if self.drafts_forced:
-            limits = limits_with_forced(batch, limits, self.length_policy.max_draft_tokens)
-        limits = [limit if may_draft(sequence) else 0 for sequence, limit in zip(batch, limits, strict=True)]
-        may_branch = self.length_policy.may_branch
-        if self._row_limit.most is not None:
-            batch, limits = self._row_limit.fit(batch, limits)
+        limits = self.drafting.limits(batch)
+        may_branch = self.drafting.length_policy.may_branch
+        if self.row_limit.most is not None:
+            batch, limits = self.row_limit.fit(batch, limits)
             may_branch = False
         room = self._residents.make_room(batch, limits, may_branch)
         self._in_step = room.batch
         self.stats.num_preemptions += room.num_preempted
-        return self._launch(room.batch, room.limits, room.node_limits) if room.batch else None
+        return self._launch(room) if room.batch else None
 
     def _prefill(self) -> None:
         """Prefill what a step may; in several chunks, if prompts wait for the pages of others that begin alike."""
         pool = self._pools.pool()
         self._finished = 0.0
         num_done = 0
-        room = self._room_for_prompts()
-        while chunk := self._prefilling.next_chunk(pool, num_done, room):
+        free_rows = self._free_rows()
+        while chunk := self.prefilling.next_chunk(pool, num_done, free_rows):
             num_done += sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
             self._in_step = list(chunk)
             with self.stats.timer("prefill"):
-                self._prefilling.compute(pool, chunk)
+                self.prefilling.compute(pool, chunk)
             self._end_prefilled(chunk)
-            if self._row_limit.most is not None:
+            if self.row_limit.most is not None:
                 break
 
-    def _room_for_prompts(self) -> int:
-        """Return how many rows of prompts, beside their last ones, the forward of a step has room for.
+    def _free_rows(self) -> int:
+        """Return how many rows of prompts, beside their last ones, the verification of a step has room for.
 
         A policy that learns could not tell their cost from that of draft tokens. So with such a policy there is no room
         while a sequence may have draft tokens.
         """
         most = self.scheduler.max_batch_size
         num_drafting = min(most, sum(map(may_draft, self.resident)))
-        if self.length_policy.learns and num_drafting:
+        policy = self.drafting.length_policy
+        if policy.learns and num_drafting:
             return 0
         most_rows = min(filter(None, (self.target.row_padding.largest, self._most_rows)))
-        num_verified = min(most, len(self.resident)) + num_drafting * self.length_policy.max_draft_tokens
+        num_verified = min(most, len(self.resident)) + num_drafting * policy.max_draft_tokens
         return max(0, most_rows - num_verified)
 
     @torch.inference_mode()
-    def _launch(self, batch: list[Sequence], limits: list[int], node_limits: list[int]) -> Step:
+    def _launch(self, room: Room) -> Step:
         """Draft and verify for one batch; on a GPU this only queues the work."""
+        batch = room.batch
         timer = self.stats.timer
         started = perf_counter()
-        self._row_limit.num_rows = sum(s.num_uncomputed for s in batch) + sum(node_limits)
-        forced = forced_tokens(batch, limits) if self.drafts_forced and masks_read_tokens(batch) else None
-        asked = limits if forced is None else limits_of_drafter(limits, forced)
-        admit_new(self.drafter, batch, asked, timer, self._prefilling.is_tapped)
-        with timer("draft"):
-            nodes = [most if limit else 0 for limit, most in zip(asked, node_limits, strict=True)]
-            draft, depths = propose(self.drafter, self.length_policy, batch, asked, nodes)
-            if forced is not None:
-                draft, depths = completed(draft, batch, limits, forced)
+        self.row_limit.num_rows = sum(s.num_uncomputed for s in batch) + sum(room.node_limits)
+        draft, depths = self.drafting.draft(batch, room.limits, room.node_limits, timer)
         drafted = perf_counter()
         pool = self._pools.pool()
         with timer("prefill"):
-            prompt_rows = self._prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
+            prompt_rows = self.prefilling.pass_on(pool, batch, has_trees=draft.parents is not None)
         stage = "prefill" if prompt_rows else "verify"
         with timer(stage):
             verification = self.target.verify_step(pool, batch, draft.token_ids, draft.num_draft_tokens, draft.parents)
         timer.move(verification.accept_seconds, stage, "accept")
-        may_branch = node_limits != limits
-        return Step(batch, limits, draft, depths, verification, started, drafted, may_branch, prompt_rows)
+        return Step(
+            batch=batch,
+            limits=room.limits,
+            draft=draft,
+            depths=depths,
+            verification=verification,
+            started=started,
+            drafted=drafted,
+            may_branch=room.node_limits != room.limits,
+            prompt_rows=prompt_rows,
+        )
 
     def _end_prefilled(self, chunk: Iterable[Sequence]) -> None:
         """Let the sequences of a chunk that end with their prompts leave, and those whose scores failed."""
@@ -371,30 +356,44 @@ class EngineCore:
             self.ended += ended
             self._leave(ended)
 
-    def _prepare_retry(self, error: Exception) -> None:
-        """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
-        is_of_pools = isinstance(error, KVCacheAllocationError) and not self._in_step
-        if is_of_pools and not self._pools.has_fixed_size:
-            alone = self.waiting[0]  # no pool can hold it
-        elif self._row_limit.recover(error, self._in_step, self.drafter):
-            self._prefilling.restart(self._pools.pool(), self._in_step)
-            self.stats.num_out_of_memory += 1
-            return
-        else:
-            alone = self._in_step[0]
-        if alone.request_id in self._requests:  # else it was cancelled after the launch
-            alone.fail(memory_error(error))
-            self.ended.append(alone)
-        self._leave([alone])
-
     def _outputs_of(self, step: Step) -> list[StepOutput]:
         """Finish a step, and let the sequences that have ended leave."""
         resident = set(self.resident)
         self._in_step = [s for s in step.batch if s in resident]  # others may have ended after the launch
-        self._row_limit.num_rows = step.num_rows
+        self.row_limit.num_rows = step.num_rows
         outputs = [StepOutput(s, tokens, s.finish_reason) for s, tokens in self._finish(step)]
         self._leave([s for s in self.resident if s.finish_reason is not None or s.request_id not in self._requests])
         return outputs
+
+    @torch.inference_mode()
+    def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
+        """Accept and commit the tokens of a launched step; return the tokens that each sequence emitted."""
+        timer = self.stats.timer
+        batch = step.batch
+        verification = step.verification
+        try:
+            with timer("accept"):
+                outcome = verification.outcome()
+                rows = outcome.accepted_rows(verification.counts)
+                scores = emission_scores(batch, rows, outcome.emissions, verification.logits)
+                self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
+                if verification.prompt_hidden_states is not None:
+                    self.prefilling.observe(step.prompt_rows, verification.prompt_hidden_states)
+        except Exception as error:
+            self._prepare_retry(error)
+            return []
+        with timer("commit"):
+            emitted = commit_emissions(step, outcome.emissions, rows, scores, self._requests)
+            self.prefixes.keep(self._pools.pool(), [sequence for sequence, _ in emitted])
+            lost = self.drafting.commit(step, rows, emitted)
+            if lost:
+                self.prefilling.restart(self._pools.pool(), lost)
+        # Rows of prompts take time too; or the policy has forgotten a sequence that has left.
+        if not step.prompt_rows and len(emitted) == len(batch):
+            self.drafting.length_policy.observe(step.observation(outcome, self._finished))
+        self._finished = perf_counter()
+        self.stats.add_step(len(emitted), bool(lost))
+        return emitted
 
     def _fetched(self, step: Step) -> tuple[Step, Tensor | None]:
         """Begin to copy the tokens of a step to the host if the core may launch the next step before it reads them.
@@ -410,9 +409,11 @@ class EngineCore:
 
     def _can_be_followed(self, step: Step) -> bool:
         """Return whether the next step is one of the same sequences, all decoded plainly, and pages are free for it."""
-        if self.length_policy.max_draft_tokens or self._row_limit.most is not None or self._prefilling.sequences:
+        if self.drafting.length_policy.max_draft_tokens:
             return False
-        if len(step.batch) < len(self.resident) or not knows_next_rows(step, self._requests):
+        if self.row_limit.most is not None or self.prefilling.sequences:
+            return False
+        if len(step.batch) < len(self.resident) or not step.can_be_followed(self._requests):
             return False
         may_grow = self.waiting and not self._pools.is_sized
         if may_grow or self._residents.may_admit() or not self._residents.have_room(step.batch, ahead=1):
@@ -433,7 +434,7 @@ class EngineCore:
             self._recover_launch(failure)
         resident = set(self.resident)
         goes_on = [s.length == length + 1 for s, length in zip(batch, lengths, strict=True) if s in resident]
-        if goes_on and all(goes_on) and not self._prefilling.sequences:  # else all have ended, or some begin again
+        if goes_on and all(goes_on) and not self.prefilling.sequences:  # else all have ended, or some begin again
             self._launched = following
         return outputs
 
@@ -449,6 +450,24 @@ class EngineCore:
         self.stats.timer.move(verification.accept_seconds, "verify", "accept")
         return replace(step, verification=verification, started=started, drafted=started)
 
+    def _prepare_retry(self, error: Exception) -> None:
+        """Recover from a lack of memory: a sequence that lacks it alone fails. Raise any other error."""
+        is_of_pools = isinstance(error, KVCacheAllocationError) and not self._in_step
+        if is_of_pools and not self._pools.has_fixed_size:
+            alone = self.waiting[0]  # no pool can hold it
+        else:
+            may_retry = self.row_limit.recover(error, self._in_step)
+            self.drafting.withdraw(self._in_step)
+            if may_retry:
+                self.prefilling.restart(self._pools.pool(), self._in_step)
+                self.stats.num_out_of_memory += 1
+                return
+            alone = self._in_step[0]
+        if alone.request_id in self._requests:  # else it was cancelled after the launch
+            alone.fail(memory_error(error))
+            self.ended.append(alone)
+        self._leave([alone])
+
     def _recover_launch(self, error: Exception) -> None:
         """Recover from a failed launch of a following step, or let the next call raise the error.
 
@@ -461,40 +480,10 @@ class EngineCore:
         except Exception as reason:
             self._launch_error = reason
 
-    @torch.inference_mode()
-    def _finish(self, step: Step) -> list[tuple[Sequence, list[int]]]:
-        """Accept and commit the tokens of a launched step; return the tokens that each sequence emitted."""
-        timer = self.stats.timer
-        batch = step.batch
-        verification = step.verification
-        try:
-            with timer("accept"):
-                outcome = verification.outcome()
-                rows = outcome.accepted_rows(verification.counts)
-                scores = emission_scores(batch, rows, outcome.emissions, verification.logits)
-                self.target.keep_paths(self._pools.pool(), batch, outcome.paths)
-                if verification.prompt_hidden_states is not None:
-                    self._prefilling.observe(step.prompt_rows, verification.prompt_hidden_states)
-        except Exception as error:
-            self._prepare_retry(error)
-            return []
-        with timer("commit"):
-            emitted = commit_emissions(step, outcome.emissions, rows, scores, self._requests)
-            self.prefixes.keep(self._pools.pool(), [sequence for sequence, _ in emitted])
-            lost = commit_to_drafter(self.drafter, step, rows, emitted, self._row_limit)
-            if lost:
-                self._prefilling.restart(self._pools.pool(), lost)
-        # Rows of prompts take time too; or the policy has forgotten a sequence that has left.
-        if not step.prompt_rows and len(emitted) == len(batch):
-            self.length_policy.observe(step.observation(outcome, self._finished))
-        self._finished = perf_counter()
-        self.stats.add_step(len(emitted), bool(lost))
-        return emitted
-
     def _leave(self, sequences: list[Sequence]) -> None:
         """Remove sequences that wait or are resident, and release what they hold."""
         for sequence in sequences:
             self._requests.pop(sequence.request_id, None)
             self.stats.add_ended(sequence.stats, sequence.num_cached_tokens)
         self._residents.remove(sequences)  # all pages first, because what follows may raise
-        release(self.drafter, self.length_policy, sequences)
+        self.drafting.release(sequences)

@@ -27,7 +27,7 @@ from specdec_fast.engine.memory import MemoryPlan, affordable_draft, plan_memory
 from specdec_fast.engine.output import Outputs, Progress, chunks_of, output_of, outputs_of, score_of
 from specdec_fast.engine.processes import OwnProcess
 from specdec_fast.engine.shared_core import Call, SharedCore
-from specdec_fast.engine.step import StepOutput, expect_max_nodes, measured_seconds, raise_cause
+from specdec_fast.engine.step import StepOutput, raise_cause
 from specdec_fast.errors import (
     ConfigError,
     EngineClosedError,
@@ -42,7 +42,7 @@ from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import as_prompt_list
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.results import GenerationOutput, RunStats, ScoreOutput, StreamChunk
-from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, Limits
+from specdec_fast.runner.graphs.buckets import MOST_PROMPT_ROWS, GraphLimits
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.loading import load_sharded, load_target
 from specdec_fast.runner.profiling import forward_seconds
@@ -100,14 +100,13 @@ class Engine:
     ) -> None:
         self.process = OwnProcess()  # first, so that it is also the first to refuse a copy
         self.config = as_config(config, keywords)
-        scheduler = make_scheduler(self.config)
+        make_scheduler(self.config)  # refuses an unknown method before a model is loaded
         expect_tokenizers(tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
         draft = checked_draft(draft, self.config, draft_tokenizer)
         draft = affordable_draft(target, draft, self.config)
         most_draft_tokens = 0 if draft is None else self.config.most_draft_tokens
         load = load_target if self.config.tp_size == 1 else self._load_sharded
         self.target = load(target, self.config, most_draft_tokens)
-        self._ops = self.target.ops
         self._expect_same_steps()
         self.tokenizer = load_tokenizer(self.target.path) if tokenizer is None else tokenizer
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
@@ -116,43 +115,43 @@ class Engine:
         if draft is not None:
             expect_settings_read(drafter, self.config)
         self.target.use_taps(drafter.taps)
-        expect_max_nodes(drafter)
-        if drafter.max_nodes:
+        if drafter.checked_max_nodes():
             self.target.expect_trees()
         most = self.config.most_draft_tokens
         self._asked_draft_tokens = most
         tree_rows = max(most, drafter.max_nodes) + 1 if drafter.max_nodes else 0
         self.target.use_graphs(
-            Limits(self.config.max_batch_size, most + 1, tree_rows=tree_rows, prompt_rows=MOST_PROMPT_ROWS)
+            GraphLimits(self.config.max_batch_size, most + 1, tree_rows=tree_rows, prompt_rows=MOST_PROMPT_ROWS)
         )
+        max_nodes = drafter.max_nodes
         self.memory_plan = self._planned(drafter, draft is not None)
         if self.memory_plan is not None:
             self.config = self.memory_plan.config
-            scheduler = make_scheduler(self.memory_plan.config)
+            max_nodes = self.memory_plan.max_nodes
             drafter.limit_prefill(self.config.max_prefill_tokens)
             if not self.memory_plan.has_drafter:
                 draft = None
                 drafter = self._make_drafter(None)
                 self.target.use_taps(())
         length_policy = make_length_policy(0 if draft is None else self.config.num_draft_tokens)
-        max_nodes = drafter.max_nodes if self.memory_plan is None else self.memory_plan.max_nodes
         self.profiler = Profiler(
             max_batch_size=self.config.max_batch_size,
             is_asynchronous=self.target.layout.device.type != "cpu",
             verify_seconds=partial(forward_seconds, self.target, most_sequences=self.config.max_batch_size),
-            draft_seconds=partial(measured_seconds, drafter),
+            draft_seconds=drafter.checked_forward_seconds,
             max_nodes=max_nodes,
             has_scores=drafter.has_scores,
         )
         length_policy.prepare(self.profiler)
         if self.memory_plan is not None:
             return_freed_memory()
+        scheduler = make_scheduler(self.config)
         self.core = EngineCore(self.target, drafter, scheduler, length_policy, self.config, max_nodes)
         self.shared = SharedCore(self.core, self.process)
 
     def _make_drafter(self, draft: Any, draft_tokenizer: Any | None = None) -> Drafter:
         def make(chosen: Any) -> Drafter:
-            return make_drafter(chosen, self.target, self.config, self._ops, self.tokenizer, draft_tokenizer)
+            return make_drafter(chosen, self.target, self.config, self.tokenizer, draft_tokenizer)
 
         if draft == AUTO_DRAFT:
             self.draft_choice = choose_draft(self.target, self.config, self._can_afford, make)
@@ -195,7 +194,7 @@ class Engine:
     @property
     def drafter(self) -> Drafter:
         """The drafter that proposes tokens."""
-        return self.core.drafter
+        return self.core.drafting.drafter
 
     @property
     def last_run(self) -> RunStats:
@@ -362,7 +361,7 @@ class Engine:
             "why_one_by_one": self.target.why_one_by_one,
             **described(self.target.graphs),
             "draft": self.drafter.describe(),
-            "ops": dict(self._ops.chosen),
+            "ops": dict(self.target.ops.chosen),
             "kv_bytes_per_token": self.target.layout.bytes_per_token,
             "state_bytes_per_sequence": self.target.layout.bytes_per_sequence,
             "kv_pages": self.core.pool.num_pages if self.core.pool else 0,
@@ -383,7 +382,7 @@ class Engine:
 
         A request may name the K that was configured: whether ``memory_bytes`` has lowered it, no caller can know.
         """
-        most = self._asked_draft_tokens if self.core.length_policy.max_draft_tokens else 0
+        most = self._asked_draft_tokens if self.core.drafting.length_policy.max_draft_tokens else 0
         return RequestBuilder(self.target, self.tokenizer, most, self._grammars)
 
     def _build(self, prompts: Any, params: Any, keywords: dict[str, Any]) -> Iterator[Sequence]:

@@ -9,18 +9,17 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from specdec_fast.batch.ragged_batch import Rows
-from specdec_fast.drafters import Drafter
+from specdec_fast.batch.ragged_batch import Rows, owners
+from specdec_fast.engine.drafting import StepDrafting
 from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.engine.row_limit import RowLimit
 from specdec_fast.engine.scores import token_scores
-from specdec_fast.engine.step import admit, nan_error
+from specdec_fast.engine.step import nan_error
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.prefill import LogitReader, prefill
 from specdec_fast.runner.ragged_model import RaggedModel
-from specdec_fast.runner.verification import owners
 
 _LOGIT_ROWS = 256  # of a forward whose logits are wanted; those of a large vocabulary need 80 MB in 16 bits
 
@@ -46,14 +45,14 @@ class Prefilling:
     def __init__(
         self,
         target: RaggedModel,
-        drafter: Drafter,
+        drafting: StepDrafting,
         prefixes: PrefixCache,
         max_tokens: int | None,
         row_limit: RowLimit,
         most_logit_rows: int | None = None,
     ) -> None:
         self._target = target
-        self._drafter = drafter
+        self._drafting = drafting
         self._prefixes = prefixes
         self._max_tokens = max_tokens
         self._row_limit = row_limit
@@ -61,10 +60,9 @@ class Prefilling:
         self.sequences: list[Sequence] = []  # the residents that lack entries
         # Those of them whose rows the verification of this step has room for.
         self._for_verification: set[Sequence] = set()
-        self.is_tapped = bool(drafter.taps)
         # Whether a step that fails has its prompts prefilled anew: hidden states are needed again, or recurrent states
         # may have advanced in some layers only.
-        self._begins_again = self.is_tapped or bool(target.layout.states)
+        self._begins_again = drafting.is_tapped or bool(target.layout.states)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has joined, if it lacks entries, which a prompt of one token does not, or ends here."""
@@ -95,12 +93,12 @@ class Prefilling:
             sequence for sequence in resident if sequence in self._for_verification or sequence not in self.sequences
         ]
 
-    def next_chunk(self, pool: PagePool, num_done: int = 0, room: int = 0) -> dict[Sequence, int]:
+    def next_chunk(self, pool: PagePool, num_done: int = 0, free_rows: int = 0) -> dict[Sequence, int]:
         """Return the next chunk: how many positions of each of its sequences then have entries.
 
         It is at least one more, but for a text of one token that is only scored. ``num_done`` prompt tokens have been
-        prefilled in this step, whose verification computes ``room`` more. The chunk is empty if the step may prefill no
-        more, or if no sequence lacks further entries: those whose entries have been found are forgotten.
+        prefilled in this step, whose verification computes ``free_rows`` more. The chunk is empty if the step may
+        prefill no more, or if no sequence lacks further entries: those whose entries have been found are forgotten.
         """
         chunk: dict[Sequence, int] = {}
         most = None if self._max_tokens is None else self._max_tokens - num_done
@@ -130,21 +128,21 @@ class Prefilling:
         if found:
             self.drop(found)
         if not has_waiting:  # else what others wait for would come a step later
-            self._keep_for_verification(chunk, room)
+            self._keep_for_verification(chunk, free_rows)
         num_rows = sum(stop - sequence.target_kv_length for sequence, stop in chunk.items())
         self._row_limit.num_rows = min(num_rows, self._target.row_padding.largest)
         return chunk
 
-    def _keep_for_verification(self, chunk: dict[Sequence, int], room: int) -> None:
+    def _keep_for_verification(self, chunk: dict[Sequence, int], free_rows: int) -> None:
         """Take the last rows of prompts out of the chunk that completes them, as many as the verification may have."""
         if self._row_limit.most is not None:
             return
         for sequence in reversed(list(chunk)):
             is_scored = sequence.is_only_scored or sequence.first_unscored is not None
-            if is_scored or chunk[sequence] < sequence.length - 1 or not room:
+            if is_scored or chunk[sequence] < sequence.length - 1 or not free_rows:
                 continue
-            count = min(room, chunk[sequence] - sequence.target_kv_length)
-            room -= count
+            count = min(free_rows, chunk[sequence] - sequence.target_kv_length)
+            free_rows -= count
             chunk[sequence] -= count
             if chunk[sequence] == sequence.target_kv_length:
                 del chunk[sequence]
@@ -153,10 +151,10 @@ class Prefilling:
     @torch.inference_mode()
     def compute(self, pool: PagePool, chunk: dict[Sequence, int]) -> None:
         """Compute the entries of a chunk, and forget the sequences that then lack none."""
-        if self.is_tapped:
+        if self._drafting.is_tapped:
             decoded = [sequence for sequence in chunk if not sequence.is_only_scored]
             if new := [sequence for sequence in decoded if not sequence.is_admitted]:
-                admit(self._drafter, new)
+                self._drafting.admit(new)
             self._prefill(pool, {s: chunk[s] for s in decoded}, self.observe)
             self._prefill(pool, {s: stop for s, stop in chunk.items() if s.is_only_scored}, None)
         else:
@@ -227,4 +225,4 @@ class Prefilling:
         """Pass the hidden states of rows of prompts, ``[R, taps, H]``, to the drafter."""
         sequences = owners(rows)
         positions = [range(each.start, each.start + each.count) for each in rows]
-        self._drafter.observe(sequences, positions, hidden_states)
+        self._drafting.drafter.observe(sequences, positions, hidden_states)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from specdec_fast.config import EngineConfig
 from specdec_fast.drafters import Drafter
+from specdec_fast.engine.drafting import StepDrafting
 from specdec_fast.engine.prefilling import Prefilling
 from specdec_fast.engine.prefixes import PrefixCache
 from specdec_fast.errors import KVCacheAllocationError, KVCacheTooSmallError
@@ -27,6 +28,7 @@ class Pools:
     """The target's pool and, through the drafter, the drafter's pool; both have the same number of positions.
 
     Attributes:
+        target_pool: the target's pages; None before the first step.
         is_sized: whether the pools are large enough for every request added so far.
 
     """
@@ -43,17 +45,12 @@ class Pools:
         # A model with recurrent layers has a state slot for each of so many sequences.
         self._has_states = bool(target.layout.states or drafter.bytes_per_sequence(config.most_draft_tokens))
         self._num_sequences = 0
-        self._target_pool: PagePool | None = None
+        self.target_pool: PagePool | None = None
         self.is_sized = False
 
-    @property
-    def target_pool(self) -> PagePool | None:
-        """The target's pages; None before the first step."""
-        return self._target_pool
-
-    @target_pool.setter
-    def target_pool(self, pool: PagePool | None) -> None:
-        self._target_pool = pool
+    def use(self, pool: PagePool | None) -> None:
+        """Let target and drafter use this pool of the target from now on."""
+        self.target_pool = pool
         self._drafter.use_target_pool(pool)
 
     @property
@@ -148,7 +145,7 @@ class Pools:
             try:
                 return self._allocate(num_tokens, num_sequences)
             except KVCacheAllocationError:
-                self.target_pool = None
+                self.use(None)
                 if num_tokens <= least and (num_sequences <= 1 or not self._has_states):
                     raise
             num_tokens = max(least, num_tokens // 2)
@@ -161,12 +158,13 @@ class Pools:
             self._grow(num_tokens, num_sequences)  # keeps the entries, if there is memory for both pools
             pool = self.target_pool
         if pool is None or not pool.is_vacant or not pool.holds(num_tokens, num_sequences):
-            pool = self.target_pool = None  # frees the old pool's memory before the new one is allocated
+            pool = None
+            self.use(None)  # frees the old pool's memory before the new one is allocated
             target = self._target
             pool = PagePool(target.layout, num_tokens, self._page_size, target.row_padding, num_sequences)
             if self._prefixes.is_on:
                 pool.keep_prefixes()
-            self.target_pool = pool
+            self.use(pool)
         self._drafter.expect_sequences(num_sequences)
         self._drafter.prepare(self.pool().num_tokens, self._page_size)
         self._num_sequences = num_sequences
@@ -179,7 +177,7 @@ class Pools:
             self._drafter.grow(num_tokens)
         except KVCacheAllocationError:
             return
-        self.target_pool = pool
+        self.use(pool)
         self._num_sequences = max(num_sequences, self._num_sequences)
 
     def _rounded(self, num_tokens: int) -> int:
@@ -223,7 +221,7 @@ class Residents:
         prefixes: PrefixCache,
         prefilling: Prefilling,
         scheduler: Scheduler,
-        drafter: Drafter,
+        drafting: StepDrafting,
         config: EngineConfig,
         max_nodes: int,
     ) -> None:
@@ -233,7 +231,7 @@ class Residents:
         self._prefixes = prefixes
         self._prefilling = prefilling
         self._scheduler = scheduler
-        self._drafter = drafter
+        self._drafting = drafting
         self._max_nodes = max_nodes
         # At least a step, so that what is admitted is not preempted in its first one.
         self._headroom = max(_HEADROOM_PAGES * config.page_size, config.most_draft_tokens + 1)
@@ -357,6 +355,5 @@ class Residents:
         self.remove([sequence])
         self.enqueue(sequence)
         sequence.target_kv_length = sequence.passed_over = 0
-        sequence.is_admitted = False
         sequence.num_preemptions += 1
-        self._drafter.release(sequence)
+        self._drafting.withdraw([sequence])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from specdec_fast.drafters import Drafter
+from collections.abc import Collection
+
 from specdec_fast.errors import RequestMemoryError
 from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.request.sequence import Sequence
@@ -38,16 +39,15 @@ class RowLimit:
         self.num_rows = 0
         self._failed_rows = self._num_steps = 0
 
-    def recover(self, error: Exception, batch: list[Sequence], drafter: Drafter) -> bool:
+    def recover(self, error: Exception, batch: Collection[Sequence]) -> bool:
         """Let the next forward have half of the rows of one that ran out of memory.
 
         KV entries beyond the committed tokens are rewritten (I4), but a drafter may have counted tokens that were not
-        verified, or not all that were committed, so it admits the sequences again.
+        verified, or not all that were committed, so the caller withdraws the sequences from it.
 
         Args:
             error: the exception of the forward.
             batch: its sequences; empty if the exception came from elsewhere.
-            drafter: of the sequences.
 
         Returns:
             False if the forward had one row.
@@ -58,9 +58,6 @@ class RowLimit:
         """
         if not batch or not is_out_of_memory(error):
             raise error
-        for sequence in batch:
-            sequence.is_admitted = False
-            drafter.release(sequence)
         if self.num_rows <= 1:
             return False
         self._failed_rows = max(self._failed_rows, self.num_rows)

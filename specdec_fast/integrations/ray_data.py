@@ -162,7 +162,7 @@ class BatchGenerator:
     def _stats(self, stats: DecodingStats) -> dict[str, Any]:
         """Return the fields; the list has the same length in every row, so that every block has the same type."""
         counts = stats.accepted_per_position
-        missing = max(0, self.engine.core.length_policy.max_draft_tokens - len(counts))
+        missing = max(0, self.engine.core.drafting.length_policy.max_draft_tokens - len(counts))
         return {**asdict(stats), "accepted_per_position": [*counts, *[0] * missing]}
 
 

@@ -39,7 +39,6 @@ class SpreadCache(PagedCache):
         params: AttentionParams,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the pages of a layer, on its device; see ``PagedCache.attend``."""
         part = self._part_on(query.device)
         if selected is not None:
             self._bring(selected, part or self)
@@ -49,12 +48,10 @@ class SpreadCache(PagedCache):
         return part.attend(query, key, value, layer_idx, params, selected)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> OfEachRow:
-        """Write the keys of an indexer, on its device; see ``PagedCache.update_indexer``."""
         part = self._part_on(keys.device)
         return super().update_indexer(keys, layer_idx) if part is None else part.update_indexer(keys, layer_idx)
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Convolve rows on their device; see ``PagedCache.convolve``."""
         part = self._part_of_call(rows.device)
         convolve = super().convolve if part is None else part.convolve
         return convolve(rows, weight, bias, activation)
@@ -68,13 +65,11 @@ class SpreadCache(PagedCache):
         beta: Tensor | None,
         params: LinearAttentionParams,
     ) -> Tensor:
-        """Advance and read a state on its device; see ``PagedCache.attend_linearly``."""
         part = self._part_of_call(value.device)
         attend_linearly = super().attend_linearly if part is None else part.attend_linearly
         return attend_linearly(query, key, value, log_decay, beta, params)
 
     def scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, skip: Tensor | None) -> Tensor:
-        """Advance and read a state on its device; see ``PagedCache.scan``."""
         part = self._part_of_call(x.device)
         scan = super().scan if part is None else part.scan
         return scan(x, dt, A, B, C, skip)

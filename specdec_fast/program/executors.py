@@ -27,7 +27,6 @@ from specdec_fast.program.plan.ir import (
     Plan,
     Scan,
 )
-from specdec_fast.program.plan.working_memory import ForwardMemory
 from specdec_fast.program.record.row_views import NotLowerableError
 
 
@@ -75,8 +74,8 @@ class DraftedTrees(NamedTuple):
     counts: list[int]
 
 
-class ForwardProgram(ForwardMemory, Protocol):
-    """What an executor builds from a ``Plan``; see ``program/cpp/executor.py``."""
+class ForwardProgram(Protocol):
+    """What an executor builds from a ``Plan``; see ``program/cpp/executor.py``. Sizes of memory are bytes."""
 
     def __call__(
         self,
@@ -117,6 +116,19 @@ class ForwardProgram(ForwardMemory, Protocol):
         hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, list[list[int]], list[list[int]] | None, float]:
         """Verify the draft tokens of every sequence; return logits, emissions, accepted rows, seconds of choosing."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the program keeps now."""
+
+    def bytes_for(self, num_rows: int, num_logit_rows: int) -> int:
+        """Return the memory that it keeps after a forward of so many rows, if no larger forward came before."""
+
+    def working_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """Return an upper bound of the memory that one of its operations allocates and frees in such a forward."""
+
+    def release(self) -> None:
+        """Free what it keeps; the next forward allocates it again."""
 
 
 class DeviceProgram(Protocol):

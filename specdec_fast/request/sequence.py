@@ -143,9 +143,8 @@ class Sequence:
         num_draft_tokens: int,
         num_accepted: int,
         emission: list[int],
-        logprobs: list[float] | None = None,
+        scores: TokenScores | None = None,
         depth: int | None = None,
-        top_logprobs: list[dict[int, float]] | None = None,
     ) -> list[int]:
         """Append the tokens of one step, cut where the request ends.
 
@@ -156,9 +155,8 @@ class Sequence:
             num_draft_tokens: draft tokens verified in this step.
             num_accepted: draft tokens accepted.
             emission: the step's tokens: ``num_accepted + 1``, or ``num_accepted`` if the logits after them have a NaN.
-            logprobs: one log-probability per token of ``emission``, if the request asks for them; cut with the tokens.
+            scores: of the tokens of ``emission``, if the request asks for them; cut with the tokens.
             depth: of a tree of draft tokens; None for a chain.
-            top_logprobs: one entry per token of ``emission``, if the request asks for them; cut with the tokens.
 
         Returns:
             The tokens committed.
@@ -169,10 +167,10 @@ class Sequence:
             self.error = self.stop_strings.error
         self.finish_reason = reason
         self.token_ids.extend(tokens)
-        if self.logprobs is not None and logprobs is not None:
-            self.logprobs.extend(logprobs[: len(tokens)])
-        if self.top_logprobs is not None and top_logprobs is not None:
-            self.top_logprobs.extend(top_logprobs[: len(tokens)])
+        if self.logprobs is not None and scores is not None:
+            self.logprobs += scores.logprobs[: len(tokens)]
+        if self.top_logprobs is not None and scores is not None:
+            self.top_logprobs += scores.top_logprobs[: len(tokens)]
         self.target_kv_length = self.length - 1
         self.stats.record(num_draft_tokens, num_accepted, len(tokens), depth)
         return tokens

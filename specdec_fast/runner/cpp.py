@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from specdec_fast.batch.ragged_batch import owners
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.program.executors import ForwardProgram, TokenChoice
 from specdec_fast.runner.drafting import DraftPlan
 from specdec_fast.runner.eager import EagerRunner, ModelParts
-from specdec_fast.runner.verification import Outcome, StepPlan, Verification, owners
+from specdec_fast.runner.verification import Outcome, StepPlan, Verification
 
 
 class CppRunner(EagerRunner):

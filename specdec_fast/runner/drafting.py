@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec_fast.batch.joint_ids import JointIds
-from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
+from specdec_fast.batch.ragged_batch import RaggedBatch, Rows, owners
 from specdec_fast.batch.sampling_batch import Sampling, after, sampling_columns, sampling_of
 from specdec_fast.device_copy import to_device
 from specdec_fast.kv_cache.forward_layout import HostLayout, decode_batches, lay_out_on_host
@@ -20,9 +20,8 @@ from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.ops import Ops
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.token_masks import UNREAD, num_words
-from specdec_fast.runner.graphs.phases import Choices
+from specdec_fast.runner.graphs.phases import Choices, LoopForward
 from specdec_fast.runner.mask_rows import masks_read_tokens, rows_for_drafts
-from specdec_fast.runner.verification import owners
 
 # PyTorch's argmax is called in less time, but reads logits a hundred times slower than the op.
 _LARGE_VOCABULARY = 8192
@@ -51,7 +50,7 @@ def draft_chains(
     carried: Tensor | None,
     batches: Callable[[list[int], int, int], Iterable[Any]],
     forward: Callable[[Any, Tensor, Tensor | None], _Computed],
-    choose: Callable[[Tensor, Tensor, Sampling | None], Tensor],
+    choose: Callable[[Tensor, Sampling | None, Tensor], Tensor],
 ) -> Tensor:
     """Draft chains: each forward chooses one more token of every sequence that still drafts.
 
@@ -63,7 +62,7 @@ def draft_chains(
         batches: returns what ``forward`` takes first, for several forwards, given the indices of their sequences, the
             number of forwards before, and their own number.
         forward: computes logits from tokens and carried states, those of the forward before.
-        choose: returns each row's token ``[N]`` of logits ``[N, V]``, the rows' own tokens, and how each is chosen.
+        choose: returns each row's token ``[N]`` of logits ``[N, V]``, how each is chosen, and the rows' own tokens.
 
     Returns:
         ``[sum(num_draft_tokens)]`` int64, sequence after sequence.
@@ -82,7 +81,7 @@ def draft_chains(
             carried = None if carried is None else carried[kept]
         for batch in batches(members, len(drafted), num_forwards):
             logits, tokens, carried = forward(batch, tokens, carried)
-            tokens = choose(logits, tokens, sampling)
+            tokens = choose(logits, sampling, tokens)
             drafted.append(tokens)
             paths.add(members, tokens)
             sampling = sampling and paths.masked(after(sampling, tokens), members)
@@ -126,8 +125,8 @@ def draft_on_pages(
     tokens: Tensor,
     carried: Tensor | None,
     num_draft_tokens: list[int],
-    forward: Callable[[RaggedBatch, Any, Tensor | None], tuple[Tensor, Any]],
-    choose: Callable[[Tensor, Tensor, Sampling | None], Tensor],
+    forward: LoopForward,
+    choose: Callable[[Tensor, Sampling | None, Tensor], Tensor],
 ) -> Tensor:
     """Draft chains by forwards that write KV entries: the first one over given rows, then one more row per sequence.
 
@@ -137,8 +136,7 @@ def draft_on_pages(
         tokens: ``[T]`` int64 on the device, the tokens of those rows.
         carried: ``[T, ...]``, what those rows take besides their tokens; None: nothing.
         num_draft_tokens: as for ``draft_chains``.
-        forward: computes a batch with what its rows carry. Returns the logits of the rows whose indices are given
-            (None: all), and what the rows that follow carry.
+        forward: computes a batch.
         choose: as for ``draft_chains``.
 
     Returns:
@@ -224,9 +222,9 @@ def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def laid_out_loop(
-    pool: PagePool, rows: list[Rows], num_draft_tokens: list[int]
+    pool: PagePool, rows: list[Rows], num_positions: list[int]
 ) -> tuple[HostLayout, dict[str, np.ndarray]] | None:
-    """Lay out a drafting loop for a graph.
+    """Lay out a drafting loop for a graph, with pages for ``num_positions`` from the last row of each sequence on.
 
     Returns:
         The layout of the first forward, and how the sequences choose (empty: greedily); None if a sequence
@@ -235,7 +233,7 @@ def laid_out_loop(
     sequences = owners(rows)
     if any(sequence.edits_logits for sequence in sequences):
         return None
-    layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_draft_tokens])
+    layout = lay_out_on_host(pool, rows, ahead=[count - 1 for count in num_positions])
     return layout, sampling_columns(sequences) if any(sequence.samples for sequence in sequences) else {}
 
 

@@ -109,7 +109,7 @@ class EagerRunner:
             logits = self._model.forward(batch, pool, wanted, None)
             return widened(logits, joint.joint_ids, joint.num_ids), None
 
-        def choose(logits: Tensor, tokens: Tensor, sampling: Sampling | None) -> Tensor:
+        def choose(logits: Tensor, sampling: Sampling | None, tokens: Tensor) -> Tensor:
             return chosen_tokens(self._model.ops, logits, plan.num_choosable, sampling, tokens)
 
         first = to_device(plan.token_ids, pool.layout.device)

@@ -39,7 +39,7 @@ from specdec_fast.runner.cpp import CppRunner
 from specdec_fast.runner.drafting import DraftPlan, choices_of
 from specdec_fast.runner.eager import EagerRunner, ModelParts
 from specdec_fast.runner.graph import GraphRunner
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.graphs.capture import Capture, capture_for
 from specdec_fast.runner.graphs.graphs import Graphs
 from specdec_fast.runner.hf_model import HFModel
@@ -273,7 +273,13 @@ class RaggedModel:
             parents = parents.cpu().contiguous()
         draft_tokens = draft_tokens.to(self.layout.device, non_blocking=True)
         plan = StepPlan(
-            sequences, draft_tokens, num_draft_tokens, parents, self.vocab_size, self.empty_hidden_states, unread
+            sequences=sequences,
+            draft_tokens=draft_tokens,
+            num_draft_tokens=num_draft_tokens,
+            parents=parents,
+            vocab_size=self.vocab_size,
+            empty_hidden_states=self.empty_hidden_states,
+            unread=unread,
         )
         return self._runner.verify(pool, plan)
 
@@ -341,12 +347,12 @@ class RaggedModel:
         """Draft as ``draft_step`` does, behind rows that need not be tokens of the target; see ``DraftPlan``."""
         return self._runner.draft(pool, plan)
 
-    def use_graphs(self, limits: Limits) -> None:
+    def use_graphs(self, limits: GraphLimits) -> None:
         """From now on replay forwards within ``limits`` as graphs, on a device that has graphs."""
         if self.program is None and self._capture is not None:
             self.in_all_ranks(UseGraphs(limits), partial(self._use_graphs, limits, self._capture))
 
-    def _use_graphs(self, limits: Limits, capture: Capture) -> None:
+    def _use_graphs(self, limits: GraphLimits, capture: Capture) -> None:
         choices = choices_of(self.ops, self.vocab_size)
         why = "its indexers wait for the device" if self.layout.indexers else None
         self.use_these_graphs(Graphs(self.model, self._compute, capture, limits, choices, why, self.is_sharded))

@@ -236,8 +236,3 @@ class Verification:
             for (first, _, next_token), path in zip(found, paths, strict=True)
         ]
         return Outcome(emissions, paths)
-
-
-def owners(rows: list[Rows]) -> list[Sequence]:
-    """Return the sequences of a step's rows."""
-    return [row.owner for row in rows]  # type: ignore[misc]

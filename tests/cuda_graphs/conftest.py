@@ -28,5 +28,5 @@ def model(hugging_face_model, graphs_on_cpu):
     made = RaggedModel(hugging_face_model, resolve(CPU))
     made.row_padding = RULE
     made.use_graphs(LIMITS)
-    made.graphs._asked = Everything()
+    made.graphs.asked = Everything()
     return made

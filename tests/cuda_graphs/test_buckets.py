@@ -15,7 +15,7 @@ from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out, lay_out_on_host
 from specdec_fast.kv_cache.layer_layout import KVLayout
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, Limits, size_of
+from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, GraphLimits, size_of
 from specdec_fast.runner.graphs.inputs import Inputs
 from support.graphs import CPU, LIMITS, OWNERS, ROOM, RULE, batches, opened_pool
 
@@ -26,7 +26,7 @@ def _layout():
 
 @given(
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=40),
-    limits=st.builds(Limits, st.integers(1, 40), st.integers(1, 9)),
+    limits=st.builds(GraphLimits, st.integers(1, 40), st.integers(1, 9)),
     multiple=st.sampled_from((1, 4, 8, 64)),
     page_size=st.sampled_from((1, 16, 48, 1024)),
 )
@@ -63,7 +63,7 @@ def test_a_bucket_holds_its_batch(counts, limits, multiple, page_size):
 @pytest.mark.parametrize(("multiple", "most"), [(1, 30), (4, 24)])
 def test_there_are_few_buckets(multiple, most):
     """A graph costs a second to record: all batches of eight sequences and K = 5 share some."""
-    row_padding, limits, found = RowPadding(multiple, 512), Limits(8, 6), set()
+    row_padding, limits, found = RowPadding(multiple, 512), GraphLimits(8, 6), set()
     pool = PagePool(_layout(), 8 * 32, 16, row_padding)
     for owner in range(8):
         pool.add(owner)
@@ -84,14 +84,14 @@ def test_pages_are_rounded_up_and_what_is_too_large_has_no_bucket():
 
     def bucket(*rows):
         batch = lay_out(pool, list(rows), torch.zeros(sum(r.count for r in rows), dtype=torch.int64))
-        return Limits(8, 6).bucket(size_of(batch), 16, row_padding)
+        return GraphLimits(8, 6).bucket(size_of(batch), 16, row_padding)
 
     pages = [bucket(Rows("long", start, 1)).num_pages for start in (0, 511, 512, 1024)]
     assert pages == [32, 32, 64, 128]
     assert bucket(Rows("long", 0, 7)) is None, "more rows each than K + 1"
     assert bucket(Rows("long", 0, 6)) == Bucket(8, 4, 6, 32, 4)
     batch = lay_out(pool, [Rows("long", 0, 17)], torch.zeros(17))
-    assert Limits(8, 20).bucket(size_of(batch), 16, row_padding) is None, "not proved"
+    assert GraphLimits(8, 20).bucket(size_of(batch), 16, row_padding) is None, "not proved"
 
 
 @given(
@@ -109,14 +109,14 @@ def test_a_batch_sent_from_the_host_is_the_batch_copied_on_the_device(counts_of,
         rows, num_rows = [Rows(i, 2 * turn, count) for i, count in enumerate(counts)], sum(counts)
         token_ids = torch.arange(num_rows) + 7
         filled.fill(lay_out(pool, rows, token_ids))
-        sent.send(lay_out_on_host(pool, rows), token_ids.tolist(), {}, is_verified=False)
+        sent.send(lay_out_on_host(pool, rows), {}, token_ids=token_ids.tolist())
         for field in fields(sent.batch):
             if isinstance(tensor := getattr(sent.batch, field.name), torch.Tensor):
                 assert torch.equal(tensor, getattr(filled.batch, field.name)), field.name
         drafted = [token - 1 for token in range(num_rows) if token not in itertools.accumulate(counts, initial=0)]
         sent.drafted[: len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
         last = [100 + i for i in range(len(counts))]
-        sent.send(lay_out_on_host(pool, rows), last, {}, is_verified=True)
+        sent.send(lay_out_on_host(pool, rows), {}, first_ids=last)
         expected = [[last[i], *(drafted.pop(0) for _ in range(count - 1))] for i, count in enumerate(counts)]
         expected = [min(token, 90) if place else token for own in expected for place, token in enumerate(own)]
         assert sent.token_ids(91).tolist() == expected + [0] * (bucket.num_rows - num_rows)
@@ -128,7 +128,7 @@ def test_sampling_of_an_earlier_batch_is_gone(model):
     for counts, temperature in (([1, 1, 1], 0.5), ([1], 0.0), ([1, 1], 0.25), ([1], 0.125)):
         layout = lay_out_on_host(pool, [Rows(i, 0, n) for i, n in enumerate(counts)])
         column = np.full(len(counts), temperature)
-        inputs.send(layout, [5] * len(counts), {"temperatures": column, "positions": column}, is_verified=True)
+        inputs.send(layout, {"temperatures": column, "positions": column}, first_ids=[5] * len(counts))
         expected = [*column.tolist(), *[0.0] * (8 - len(counts))]
         assert inputs.sampling.temperatures.tolist() == expected
         assert inputs.sampling.positions.tolist() == [int(value) for value in expected]
@@ -152,7 +152,7 @@ def test_nothing_is_left_of_an_earlier_batch(model):
 
 def test_prefills_of_few_rows_share_few_buckets():
     """Rows that fill a bucket are a sequence of their own; larger buckets waste at most 255 rows."""
-    limits = Limits(8, 6, prompt_rows=1024)
+    limits = GraphLimits(8, 6, prompt_rows=1024)
 
     def bucket(num_rows, batch_size=1, num_pages=3, limits=limits, most=2048, num_logits=1):
         size = BatchSize(num_rows, batch_size, num_rows, num_pages)
@@ -163,10 +163,10 @@ def test_prefills_of_few_rows_share_few_buckets():
     assert bucket(100, batch_size=3) == Bucket(128, 5, 128, 32, 5)
     assert bucket(100, num_pages=33).num_pages == 64
     assert [bucket(100, 7, num_logits=count).num_logit_rows for count in (1, 2, 48)] == [1, 48, 48]
-    assert bucket(30, 7, num_logits=30, limits=Limits(16, 9, prompt_rows=1024)).num_logit_rows == 64
+    assert bucket(30, 7, num_logits=30, limits=GraphLimits(16, 9, prompt_rows=1024)).num_logit_rows == 64
     assert bucket(100, 7, num_logits=49) is None, "more than a verification has"
     assert bucket(1025) is None
     assert bucket(100, batch_size=9) is None
-    assert bucket(100, 9, num_logits=9, limits=Limits(16, 6, prompt_rows=1024)).num_sequences == 17
-    assert bucket(100, limits=Limits(8, 6)) is None
+    assert bucket(100, 9, num_logits=9, limits=GraphLimits(16, 6, prompt_rows=1024)).num_sequences == 17
+    assert bucket(100, limits=GraphLimits(8, 6)) is None
     assert bucket(100, most=120) is None, "not proved"

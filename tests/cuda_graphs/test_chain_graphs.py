@@ -49,7 +49,7 @@ few_models = pytest.mark.parametrize("models", grid(KINDS, keep=["mtp"]), indire
 
 def recorded(engine):
     """Let an engine note the draft tokens of its steps."""
-    drafts, drafter = [], engine.core.drafter
+    drafts, drafter = [], engine.core.drafting.drafter
     propose = drafter.propose
 
     def noted(sequences, limits):
@@ -129,7 +129,7 @@ def test_what_cannot_be_recorded_is_drafted_without_a_graph(tmp_path, hugging_fa
     def refused(run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    engine.core.drafter.graphs._capture = refused
+    engine.core.drafting.drafter.graphs._capture = refused
     for _ in range(2):
         assert [output.raise_for_error().token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
     described = engine.describe()["draft"]
@@ -143,7 +143,7 @@ def test_moved_weights_are_read(models, graphs_on_cpu):
     engine = sd.Engine(*models, num_draft_tokens=3)
     for _ in range(2):
         engine.generate(PROMPTS, GREEDY)
-    drafter = engine.core.drafter
+    drafter = engine.core.drafting.drafter
     assert drafter.graphs.num_captured > 0
     moved = [weight.clone() for weight in drafter.weights()]
     drafter.weights = lambda: moved

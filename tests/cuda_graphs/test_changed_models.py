@@ -47,7 +47,7 @@ def hooked(model):
 def test_graphs_are_given_up_if_weights_are_moved(change, kept, graphs_on_cpu):
     made = RaggedModel(tiny_model("qwen3"), resolve(CPU))
     made.use_graphs(LIMITS)
-    made.graphs._asked = Everything()
+    made.graphs.asked = Everything()
     pool = opened_pool(made)
     made.forward(next(batches(pool, [[3, 2]])), pool)
     assert made.graphs.num_captured == 1

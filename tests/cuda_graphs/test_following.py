@@ -30,13 +30,13 @@ SAMPLED = [replace(params, temperature=0.9, seed=seed) for seed, params in enume
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(graphs_on_cpu, monkeypatch):
-    monkeypatch.setattr(EngineCore, "_overlap", True)
+    monkeypatch.setattr(EngineCore, "launches_ahead", True)
 
 
 def plain(model, params, monkeypatch, prompts=PROMPTS):
     """Return outputs of plain decoding whose every step is read before the next is launched."""
     with monkeypatch.context() as patch:
-        patch.setattr(EngineCore, "_overlap", False)
+        patch.setattr(EngineCore, "launches_ahead", False)
         return sd.Engine(model, None, max_batch_size=1, enforce_eager=True).generate(prompts, params, progress=False)
 
 

@@ -125,7 +125,7 @@ def test_a_verification_has_the_bits_of_an_eager_forward(model, counts, start, d
 def test_a_verification_of_trees_has_the_bits_of_an_eager_forward(model, sizes, start, data):
     """Siblings differ in their tokens, of which one is the target's own choice now and then."""
     model.use_graphs(replace(LIMITS, tree_rows=9))
-    model.graphs._asked = Everything()
+    model.graphs.asked = Everything()
     pools, columns = filled_pools(model, start + 1), data.draw(choices(len(sizes)))
     rows = [Rows(owner, start + 1, size + 1) for owner, size in enumerate(sizes)]
     parents = [data.draw(st.integers(-1, node - 1)) for size in sizes for node in range(size)]
@@ -173,7 +173,7 @@ def drafted_by_graph(model, pool, rows, num_forwards=LIMITS.num_forwards, column
 
 
 def test_a_bucket_is_recorded_when_it_is_asked_for_again(model):
-    model.graphs._asked = set()
+    model.graphs.asked = set()
     pool = opened_pool(model)
     numbers = []
     for batch in batches(pool, [[2], [2], [2], [1, 1]]):

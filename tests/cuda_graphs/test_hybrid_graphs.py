@@ -44,7 +44,7 @@ def model(request):
     if made.row_padding.multiple > 1:
         made.row_padding = RULE  # so that rows of a bucket are not all padded to the same number
     made.use_graphs(LIMITS)
-    made.graphs._asked = Everything()
+    made.graphs.asked = Everything()
     return made
 
 

@@ -22,7 +22,7 @@ TREES = {"1": 1, "6": 6, "24": 24, "64": 64, "static": STATIC}
 
 def texts_and_trees(engine, params):
     """Return the outputs of an engine, and every tree of two calls: tokens, parents and scores of each."""
-    trees, drafter = [], engine.core.drafter
+    trees, drafter = [], engine.core.drafting.drafter
     propose = drafter.propose_trees
 
     def noted(*args):
@@ -80,7 +80,7 @@ def test_rows_that_fill_a_bucket_leave_a_place_without_rows(tmp_path, hugging_fa
     engine = sd.Engine(
         hugging_face_model, f"eagle3:{tmp_path}", draft_tree=6, num_draft_tokens=4, max_batch_size=4, prefix_cache=False
     )
-    graphs = engine.core.drafter.graphs
+    graphs = engine.core.drafting.drafter.graphs
     for _ in range(3):
         outputs = engine.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
@@ -94,7 +94,7 @@ def test_a_step_with_trees_waits_once(tmp_path, hugging_face_model, graphs_on_cp
     engine = sd.Engine(hugging_face_model, f"eagle3:{tmp_path}", draft_tree=tree, num_draft_tokens=4)
     params = sd.SamplingParams(max_new_tokens=24, ignore_eos=True)
     engine.generate(PROMPTS, params)  # records the graphs
-    drafter = engine.core.drafter
+    drafter = engine.core.drafting.drafter
     propose = drafter.propose_trees
     found_in = []
 

@@ -60,7 +60,7 @@ class Compared(NgramTrieDrafter):
 @pytest.mark.parametrize(("batch_size", "max_nodes"), [(1, 16), (4, 5)])
 def test_whole_runs(target, prompt_ids, expected, batch_size, max_nodes):
     engine = sd.Engine(target, "ngram-trie", max_batch_size=batch_size, num_draft_tokens=4)
-    engine.core.drafter = drafter = Compared(type("Context", (), {"device": torch.device("cpu")}), max_nodes)
+    engine.core.drafting.drafter = drafter = Compared(type("Context", (), {"device": torch.device("cpu")}), max_nodes)
     outputs = engine.generate(prompt_ids, PARAMS)
     assert [output.token_ids for output in outputs] == expected
     assert drafter.num_branches

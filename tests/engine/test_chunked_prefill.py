@@ -49,7 +49,7 @@ def params_of(i):
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 @pytest.mark.parametrize(("chunk", "method"), [(1, "exspec"), (5, "exspec"), (5, "eqspec"), (16, "exspec")])
 def test_no_bit_depends_on_the_chunks(pair, num_rows, monkeypatch, ahead, chunk, method):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     params = [params_of(i) for i in range(len(PROMPTS))]
     plain = sd.Engine(pair[0], None, max_batch_size=1).generate(PROMPTS, params)
     num_rows.clear()

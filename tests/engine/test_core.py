@@ -22,7 +22,7 @@ NUM_REQUESTS = 12
 @pytest.fixture(params=[False, True], ids=["no_overlap", "overlap"])
 def overlap(request, monkeypatch):
     """Whether the core launches the next step before it returns a step's outputs, as on a GPU."""
-    monkeypatch.setattr(EngineCore, "_overlap", request.param)
+    monkeypatch.setattr(EngineCore, "launches_ahead", request.param)
     return request.param
 
 
@@ -238,20 +238,19 @@ def test_a_drafter_learns_which_rows_were_accepted(pair):
 
 def test_nothing_of_a_finished_step_is_kept_while_the_next_one_is_launched(pair, monkeypatch):
     """Its logits and hidden states are large."""
-    monkeypatch.setattr(EngineCore, "_overlap", True)
+    monkeypatch.setattr(EngineCore, "launches_ahead", True)
     engine = sd.Engine(*pair, max_batch_size=4)
     core = engine.core
     for request in requests_of(engine)[:2]:
         core.add(request)
-    launch, launched = core._launch_next, []
+    verify_step, launched = engine.target.verify_step, []
 
-    def watched():
-        assert all(step() is None for step in launched)
-        step = launch()
-        if step is not None:
-            launched.append(weakref.ref(step))
-        return step
+    def watched(*args, **keywords):
+        assert all(verification() is None for verification in launched)
+        verification = verify_step(*args, **keywords)
+        launched.append(weakref.ref(verification))
+        return verification
 
-    monkeypatch.setattr(core, "_launch_next", watched)
+    monkeypatch.setattr(engine.target, "verify_step", watched)
     drain(core)
     assert len(launched) > 3

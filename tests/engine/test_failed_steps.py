@@ -20,10 +20,10 @@ PLACES = {
     "admit": lambda engine: engine.drafter,
     "commit": lambda engine: engine.drafter,
     "release": lambda engine: engine.drafter,
-    "compute": lambda engine: engine.core._prefilling,
-    "limits": lambda engine: engine.core.length_policy,
-    "observe": lambda engine: engine.core.length_policy,
-    "forget": lambda engine: engine.core.length_policy,
+    "compute": lambda engine: engine.core.prefilling,
+    "limits": lambda engine: engine.core.drafting.length_policy,
+    "observe": lambda engine: engine.core.drafting.length_policy,
+    "forget": lambda engine: engine.core.drafting.length_policy,
     "outcome": lambda engine: Verification,
     "keep_paths": lambda engine: engine.target,
     "emission_scores": lambda engine: core_module,
@@ -55,7 +55,7 @@ def fail_at(monkeypatch, engine, place, error, count):
 @pytest.mark.parametrize("place", PLACES)
 def test_only_the_requests_of_the_step_fail(pair, expected, monkeypatch, ahead, place):
     """Two sequences a step, four resident, two that wait."""
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     most_prefilled = {"compute": 1, "admit": 2}.get(place)  # so few that some rows have no place in a verification
     engine = sd.Engine(*pair, max_batch_size=2, max_prefill_tokens=most_prefilled)
     core, builder = engine.core, RequestBuilder(engine.target, None)

@@ -51,7 +51,7 @@ def one_by_one(model, prompts=PROMPTS, params=PARAMS, **settings):
 @pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "ahead"])
 def test_prompts_that_fit_need_one_forward(make, executor, overlap, forwards, monkeypatch):
     """All kinds of choices; tokens and log-probabilities are those of each request alone."""
-    monkeypatch.setattr(EngineCore, "_overlap", overlap)
+    monkeypatch.setattr(EngineCore, "launches_ahead", overlap)
     model = make()
     vocab_size = model.config.vocab_size
     prompts = [[token % vocab_size for token in prompt] for prompt in PROMPTS]

@@ -152,7 +152,7 @@ def test_whole_prompts_are_handed_over_in_chunks(largest, monkeypatch):
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 def test_cancelled_requests_are_released(ahead, monkeypatch):
     """In the middle of a prompt, and between a step's launch and its end."""
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(model_of(), Recording(TAPS, lambda s, limit: [5] * limit), max_prefill_tokens=9)
     core, builder = engine.core, RequestBuilder(engine.target, None, 3)
     ids = [core.add(builder.build(i, p, q)) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]

@@ -61,7 +61,7 @@ def rows_of(place, args):
     ("place", "most"), [("verify_step", 1), ("verify_step", 7), ("propose", 1), ("admit", 1), ("emission_scores", 3)]
 )
 def test_a_step_is_repeated_with_fewer_rows(pair, expected, monkeypatch, place, most, method, error, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(*pair, max_batch_size=4, method=method)
     owner = {"verify_step": engine.target, "emission_scores": core_module}.get(place, engine.drafter)
     wrap(monkeypatch, owner, place, lambda *args: error if rows_of(place, args) > most else None)
@@ -96,9 +96,9 @@ def test_prompts_are_prefilled_in_smaller_chunks(pair, expected, monkeypatch, ch
 @pytest.mark.parametrize("place", ["verify_step", "compute"])
 def test_a_request_that_fails_alone_gets_an_error(pair, expected, monkeypatch, place, ahead):
     """One request has no memory at any number of rows; the others finish, in the same call."""
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(*pair, max_batch_size=4, max_prefill_tokens=8)  # so the long prompt has several chunks
-    owner = engine.target if place == "verify_step" else engine.core._prefilling
+    owner = engine.target if place == "verify_step" else engine.core.prefilling
 
     def failing(*args):
         lengths = [sequence.length for sequence in args[1] if sequence.token_ids[:20] == PROMPTS[2]]
@@ -125,7 +125,7 @@ def fail_verifying_twice(monkeypatch, engine, count, second):
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 def test_the_last_request_of_a_core_fails_alone(pair, expected, monkeypatch, ahead):
     """Launching ahead finds the lack of memory after the previous step; its outputs are returned before the error."""
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(pair[0], None, max_batch_size=1)
     fail_verifying_twice(monkeypatch, engine, 4, None)
     request = RequestBuilder(engine.target, None).build(0, PROMPTS[0], PARAMS[0])
@@ -146,7 +146,7 @@ def test_the_last_request_of_a_core_fails_alone(pair, expected, monkeypatch, ahe
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 def test_a_request_that_failed_alone_keeps_its_error_if_the_next_launch_raises(pair, monkeypatch, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(pair[0], None, max_batch_size=1, window_size=1)
     fail_verifying_twice(monkeypatch, engine, 3, ZeroDivisionError("by chance"))
     builder, call = RequestBuilder(engine.target, None), engine.shared.call()
@@ -161,7 +161,7 @@ def test_a_request_that_failed_alone_keeps_its_error_if_the_next_launch_raises(p
 
 
 def test_cancelling_all_drops_what_has_failed_alone(pair, monkeypatch):
-    monkeypatch.setattr(EngineCore, "_overlap", True)
+    monkeypatch.setattr(EngineCore, "launches_ahead", True)
     engine = sd.Engine(pair[0], None, max_batch_size=1)
     fail_verifying_twice(monkeypatch, engine, 2, None)
     engine.core.add(RequestBuilder(engine.target, None).build(0, PROMPTS[0], PARAMS[0]))
@@ -179,7 +179,7 @@ def test_a_prompt_that_needs_no_prefill_is_not_blamed(pair, monkeypatch):
     def failing(*args):  # whether it is prefilled, or has its rows in a verification
         return ERRORS["gpu"] if any(s.index == 1 and s.num_uncomputed > 1 for s in args[1]) else None
 
-    wrap(monkeypatch, engine.core._prefilling, "compute", failing, works_first=False)
+    wrap(monkeypatch, engine.core.prefilling, "compute", failing, works_first=False)
     wrap(monkeypatch, engine.target, "verify_step", failing, works_first=False)
     outputs = engine.generate([[5], [1, 2], [3], [9, 8, 7]], PARAMS[0])
     assert [type(output.error) for output in outputs] == [type(None), sd.RequestMemoryError, type(None), type(None)]
@@ -187,7 +187,7 @@ def test_a_prompt_that_needs_no_prefill_is_not_blamed(pair, monkeypatch):
 
 def test_a_cancelled_request_that_lacks_memory_alone_is_not_returned(pair, monkeypatch):
     """Its last step was launched before it was cancelled."""
-    monkeypatch.setattr(EngineCore, "_overlap", True)
+    monkeypatch.setattr(EngineCore, "launches_ahead", True)
     engine = sd.Engine(pair[0], None, max_batch_size=1, window_size=1)
     core, builder = engine.core, RequestBuilder(engine.target, None)
     cancelled, other = (builder.build(i, PROMPTS[i], PARAMS[i]) for i in range(2))
@@ -212,7 +212,10 @@ def test_steps_that_only_prefill_count(pair, monkeypatch):
     core = engine.core
     request = RequestBuilder(engine.target, None).build(0, PROMPTS[2], PARAMS[2])
     core.add(request)
-    core._row_limit.most, core._row_limit._failed_rows = 1, 100
+    core.row_limit.num_rows = 100
+    while core.row_limit.most != 1:
+        core.row_limit.recover(ERRORS["gpu"], [request])
+        core.row_limit.num_rows = core.row_limit.most
     found = []
     while not request.emitted_ids:
         core.step()

@@ -86,7 +86,7 @@ def assert_vacant(engine):
     ids=str,
 )
 def test_no_output_changes(pair, expected, monkeypatch, draft, config, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = engine_of(pair, draft, **config)
     prompts, params = map(list, zip(*REQUESTS, strict=True))
     outputs = engine.generate(prompts, params)
@@ -130,25 +130,19 @@ def core_with_requests(pair, **config):
 
 
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
-def test_the_oldest_goes_on_and_the_youngest_waits(pair, monkeypatch, method):
+def test_the_oldest_goes_on_and_the_youngest_waits(pair, method):
     """What is preempted is younger than all that stay, and nothing is preempted in its first step."""
-    engine, _ = core_with_requests(pair, method=method, window_size=4)
-    core, residents = engine.core, engine.core._residents
-    preempt, lengths, num_preempted = residents._preempt, {}, 0
-
-    def watched(sequence):
-        nonlocal num_preempted
-        assert sequence is max(core.resident, key=lambda s: s.request_id)
-        assert len(core.resident) > 1, "the oldest is preempted"
-        assert sequence.length > lengths[sequence], "it was preempted before it emitted a token"
-        preempt(sequence)
-        num_preempted += 1
-
-    monkeypatch.setattr(residents, "_preempt", watched)
+    engine, requests = core_with_requests(pair, method=method, window_size=4)
+    core = engine.core
+    lengths, num_preempted = {}, 0
     while core.has_work:
         before, oldest = set(core.resident), next(iter(core.resident), None)
         length = oldest and oldest.length
+        counts = {s: s.num_preemptions for s in requests}
         core.step()
+        preempted = [s for s in requests if s.num_preemptions > counts[s]]
+        assert all(s in before and s.length > lengths[s] for s in preempted), "preempted before it emitted a token"
+        num_preempted += len(preempted)
         lengths.update({s: s.prompt_length for s in core.resident if s not in before and s not in lengths})
         lengths.update({s: s.length for s in core.waiting})  # of what is preempted, at its next admission
         ages = [s.request_id for s in (*core.resident, *core.waiting)]

@@ -200,7 +200,7 @@ def test_without_memory_for_a_larger_pool_beside_the_present_one_the_entries_are
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 def test_cancelled_requests_leave_what_they_have_computed(pair, expected, monkeypatch, ahead):
     """In the middle of a prompt, and of an answer; pages that are not complete are not found."""
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = engine_of(*pair, max_prefill_tokens=10)
     for num_steps, least in ((2, 8), (8, 48)):
         request_id = engine.core.add(request_of(engine, PROMPTS[0]))

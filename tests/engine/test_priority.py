@@ -35,7 +35,11 @@ def run(engine, priorities, num_at_once=None):
     while core.has_work:
         if late:
             core.add(late.pop(0))
+        before = list(core.resident)
         core.step()
+        preempted = [request for request in before if request in core.waiting]
+        stay = [request for request in before if request in core.resident]
+        assert all(first.turn < last.turn for first in stay for last in preempted), "it gave up its pages too early"
         admitted += [request for request in core.resident if request not in admitted]
         for sequences in (core.waiting, core.resident):
             assert all(first.turn < second.turn for first, second in pairwise(sequences))
@@ -57,20 +61,11 @@ def test_higher_ones_are_admitted_first_and_equal_ones_by_age(pair, method):
 @pytest.mark.parametrize("draft", ["model", "ngram-trie", None])
 @pytest.mark.parametrize("config", [{}, {"method": "eqspec"}, {"max_prefill_tokens": 3}], ids=str)
 def test_the_lowest_gives_up_its_pages_and_no_output_changes(pair, monkeypatch, draft, config, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     plain = sd.Engine(pair[0], None, max_batch_size=1)
     expected = plain.generate(PROMPTS, [params_of(i) for i in range(len(PROMPTS))])
     drafter = pair[1] if draft == "model" else draft
     engine = sd.Engine(pair[0], drafter, max_batch_size=4, page_size=4, kv_cache_tokens=64, **config)
-    residents = engine.core._residents
-    preempt = residents._preempt
-
-    def watched(sequence):
-        assert sequence is max(engine.core.resident, key=lambda each: (-each.params.priority, each.request_id))
-        assert len(engine.core.resident) > 1
-        preempt(sequence)
-
-    monkeypatch.setattr(residents, "_preempt", watched)
     requests, _ = run(engine, PRIORITIES, num_at_once=2)
     assert engine.core.stats.num_preemptions > 0
     for request, output in zip(requests, expected, strict=True):

@@ -27,14 +27,9 @@ def test_the_limit_is_doubled_until_it_is_gone(monkeypatch):
     monkeypatch.setattr("specdec_fast.engine.row_limit._STEPS", 3)
     limit, sequence = RowLimit(), Sequence(0, [1], 1, 9, sd.SamplingParams(), frozenset())
 
-    class Released:
-        def release(self, released):
-            assert released is sequence
-
     def fails(num_rows):
-        limit.num_rows, sequence.is_admitted = num_rows, True
-        assert limit.recover(ERRORS["gpu"], [sequence], Released()) == (num_rows > 1)
-        assert not sequence.is_admitted
+        limit.num_rows = num_rows
+        assert limit.recover(ERRORS["gpu"], [sequence]) == (num_rows > 1)
 
     fails(40)
     fails(20)
@@ -46,7 +41,7 @@ def test_the_limit_is_doubled_until_it_is_gone(monkeypatch):
     fails(1)
     assert limit.most is None
     with pytest.raises(ZeroDivisionError):
-        limit.recover(ZeroDivisionError(), [sequence], Released())
+        limit.recover(ZeroDivisionError(), [sequence])
 
 
 def test_a_limited_step_has_the_oldest_sequences():

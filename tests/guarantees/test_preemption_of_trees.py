@@ -187,7 +187,7 @@ KEPT = [("random", "bf16", "exspec"), ("specblock", "bf16", "varying")]
 @pytest.mark.parametrize(("kind", "dtype", "settings"), grid([*product(KINDS, DTYPES, SETTINGS)], keep=KEPT))
 @pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.grid)], ids=["in_turn", "ahead"])
 def test_no_output_changes(folders, monkeypatch, kind, dtype, settings, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     plain = plain_of(DTYPES[dtype], SHORT)
     length = {"num_draft_tokens": Varying()} if settings == "varying" else {}
     run_all(checked_engine(plain, folders, kind, **SETTINGS[settings], **length), plain)
@@ -217,7 +217,7 @@ def test_requests_are_cancelled_while_they_are_preempted(folders, monkeypatch, k
 
     On a GPU the next step has been launched when a request is cancelled.
     """
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     plain = plain_of(torch.bfloat16, SHORT)
     engine = checked_engine(plain, folders, kind).engine
     core, sequences, cancelled = engine.core, add_all(engine, plain), []

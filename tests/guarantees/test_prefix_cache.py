@@ -254,8 +254,7 @@ def lost_owner(original, prefixes, page):
 
 def late_rollback(original, drafter, sequences, result):
     """The draft model keeps pages with the entries of rejected tokens."""
-    for sequence in sequences:
-        drafter._keep(sequence)
+    drafter._keep(sequences)
     original(drafter, sequences, result)
 
 

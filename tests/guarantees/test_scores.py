@@ -92,7 +92,7 @@ def test_scores_have_the_bits_of_decoding(decoded, monkeypatch, draft, batch, ah
     target, model, is_recurrent, outputs, texts = decoded
     if is_recurrent and draft == "self":
         pytest.skip("refused for recurrent layers")
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(target, model if draft == "model" else draft, num_draft_tokens=4, **batch)
     scoring = sd.SamplingParams(max_new_tokens=0, prompt_logprobs=TOP)
     mixed = engine.generate([*PROMPTS, *texts], [*PARAMS, *[scoring] * len(texts)])

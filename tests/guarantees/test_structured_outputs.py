@@ -263,7 +263,7 @@ def test_what_is_forced_is_drafted_without_the_drafter(target, tokenizer):
     outputs = []
     for drafts_forced in (True, False):
         engine = sd.Engine(target, "ngram", tokenizer=tokenizer, num_draft_tokens=4)
-        engine.core.drafts_forced = drafts_forced
+        engine.core.drafting.drafts_forced = drafts_forced
         outputs += generate(engine, [params])
     forced, other = outputs
     assert forced.token_ids == other.token_ids

@@ -173,7 +173,7 @@ def test_models_on_gpus_are_programs_in_graphs(monkeypatch):
     pool, launched = PagePool(model.layout, 64, 16), []
     pool.add("a")
     for asked in (set(), Everything()):  # nothing is recorded at first
-        model.graphs._asked = asked
+        model.graphs.asked = asked
         hidden = model.empty_hidden_states(3)
         logits = model.forward(lay_out(pool, [Rows("a", 0, 3)], IDS[:3]), pool, None, hidden)
         launched.append((logits.clone(), hidden))

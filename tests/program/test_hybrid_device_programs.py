@@ -98,7 +98,7 @@ def test_programs_in_graphs_have_the_bits_of_launches(name, monkeypatch):
     model = interpreted(tiny_hybrid(name))
     expected = logits_of(model, model.forward, [(0, 3, 1), (2, 3, 0)])
     model.use_graphs(LIMITS)
-    model.graphs._asked = Everything()
+    model.graphs.asked = Everything()
     assert torch.equal(logits_of(model, model.forward, [(0, 3, 1), (2, 3, 0)]), expected)
     assert (model.graphs.why_not, model.graphs.num_captured) == (None, 1)
 

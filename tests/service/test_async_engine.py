@@ -24,7 +24,7 @@ from support.services import MANY, NUM_REQUESTS, Gate, num_served, read, until, 
 @pytest.mark.parametrize(("draft", "method"), [("model", "exspec"), ("ngram", "eqspec")])
 def test_requests_that_come_and_go_are_served_as_if_alone(pair, requests, expected, monkeypatch, ahead, draft, method):
     """Some are cancelled by their id, some by cancelling the task, some streams are abandoned."""
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     draw = random.Random(f"{draft} {method}")
     engine = sd.AsyncEngine(
         pair[0],

@@ -46,7 +46,7 @@ def test_the_callers_work_between_steps_is_a_step_s_own(monkeypatch):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     policy = Recorded()
     engine = sd.Engine(tiny_model("llama"), "ngram", max_batch_size=2)
-    engine.core.length_policy = policy
+    engine.core.drafting.length_policy = policy
     build = RequestBuilder(engine.target, None).build
     params = sd.SamplingParams(max_new_tokens=8, ignore_eos=True)
     engine.core.add(build(0, [1, 2, 3], params))

@@ -66,7 +66,8 @@ def test_a_registered_policy_has_a_name_everywhere(target, prompt_ids, expected,
     monkeypatch.setitem(LENGTH_POLICIES, "in-turn", InTurn)
     engine = sd.Engine(target, "ngram", num_draft_tokens="in-turn", max_batch_size=len(prompt_ids))
     assert [output.token_ids for output in engine.generate(prompt_ids, PARAMS)] == expected
-    assert len(engine.core.length_policy.steps) == engine.last_run.num_steps - 1, "not the step of the first tokens"
+    observed = engine.core.drafting.length_policy.steps
+    assert len(observed) == engine.last_run.num_steps - 1, "not the step of the first tokens"
     assert engine.describe()["num_draft_tokens"] == "in-turn"
     assert engine.config.most_draft_tokens == 3
     assert num_draft_tokens("in-turn") == "in-turn"

@@ -60,7 +60,7 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
     engine = sd.Engine(target, truncated_copy(target, 2), page_size=4, max_batch_size=3, num_draft_tokens="auto")
     model = engine.drafter.model
     model.row_padding = RowPadding(model.row_padding.multiple, largest)
-    engine.core.length_policy = lengths = RandomLengths(0, 5)
+    engine.core.drafting.length_policy = lengths = RandomLengths(0, 5)
     rows, forward, drafting = [], model.forward, model.program and model.program.draft
 
     def counted(batch, *rest):
@@ -91,7 +91,7 @@ def test_any_lengths_give_the_tokens_of_plain_decoding(largest):
 
 def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, prompt_ids, expected, monkeypatch):
     engine = sd.Engine(target, draft, max_batch_size=4, num_draft_tokens="auto")
-    monkeypatch.setattr(engine.core.length_policy, "limits", lambda batch: [0] * len(batch))
+    monkeypatch.setattr(engine.core.drafting.length_policy, "limits", lambda batch: [0] * len(batch))
     monkeypatch.setattr(engine.drafter.model, "forward", None)
     monkeypatch.setattr(engine.drafter.model, "program", None)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
@@ -100,7 +100,7 @@ def test_draft_model_computes_nothing_where_nothing_is_drafted(target, draft, pr
 
 def steps_take(engine, world):
     """Let the engine choose K as if its steps took the simulated times: a busy machine would decide otherwise."""
-    engine.core.length_policy = lengths = world.prepared(AdaptiveLength())
+    engine.core.drafting.length_policy = lengths = world.prepared(AdaptiveLength())
     observe = lengths.observe
 
     def observe_simulated(step):
@@ -135,7 +135,7 @@ def test_useless_drafter_is_given_up_and_a_perfect_one_used(target, prompt_ids, 
 
 def test_plain_decoding_has_nothing_to_adapt(target, prompt_ids, expected):
     engine = sd.Engine(target, None, num_draft_tokens="auto")
-    assert not isinstance(engine.core.length_policy, AdaptiveLength)
+    assert not isinstance(engine.core.drafting.length_policy, AdaptiveLength)
     assert [o.token_ids for o in engine.generate(prompt_ids, PARAMS)] == expected
 
 
@@ -156,9 +156,7 @@ def test_a_draft_model_tells_what_drafting_takes(target, draft, enforce_eager):
     assert drafter.pool.num_free_pages == drafter.pool.num_pages
 
 
-def test_what_drafting_takes_is_taken_apart(target, draft, monkeypatch):
+def test_what_drafting_takes_is_taken_apart(monkeypatch):
     """A proposal of 1 token takes 5 s, of 4 tokens 11 s: 2 s a forward, 3 s besides, 1 s of a timed forward."""
-    drafter = sd.Engine(target, draft).drafter
     monkeypatch.setattr(profiling, "forward_seconds", lambda model, row_counts, most: {1: 3.0, 2: 3.5, 16: 9.0})
-    monkeypatch.setattr(drafter, "_proposal_seconds", {1: 5.0, 4: 11.0}.get)
-    assert drafter.forward_seconds([1, 2, 16]) == {1: 2.0, 2: 2.5, 16: 8.0, 0: 3.0}
+    assert profiling.drafting_seconds(None, [1, 2, 16], 16, {1: 5.0, 4: 11.0}.get) == {1: 2.0, 2: 2.5, 16: 8.0, 0: 3.0}

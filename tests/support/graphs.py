@@ -7,11 +7,11 @@ import torch
 from specdec_fast.batch.ragged_batch import RowPadding, Rows
 from specdec_fast.kv_cache.forward_layout import lay_out
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from support.models import VOCAB_SIZE
 
 CPU = torch.device("cpu")
-LIMITS = Limits(sequences=5, rows_each=4, num_forwards=3)
+LIMITS = GraphLimits(sequences=5, rows_each=4, num_forwards=3)
 RULE = RowPadding(multiple=4, largest=512)  # one thread: fp32 linears are invariant there
 OWNERS, ROOM = 6, 70
 

@@ -100,11 +100,11 @@ class CheckedEngine:
         drafter = self.engine.drafter
         return None if hasattr(drafter, "draft_kv_length") else getattr(drafter, "pool", None)
 
-    def launch(self, batch, limits, node_limits):
+    def launch(self, room):
         if self.poison:
             self._poison()
-        self._before = {s: (s.length, s.stats.num_accepted_tokens) for s in batch}
-        return self._launch(batch, limits, node_limits)
+        self._before = {s: (s.length, s.stats.num_accepted_tokens) for s in room.batch}
+        return self._launch(room)
 
     def finish(self, step):
         emitted = self._finish(step)

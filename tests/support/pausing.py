@@ -47,7 +47,7 @@ def expect_pause_and_resumption(target, draft, most_queued, **config):
     """Check outputs, drafts and queued features of a run with ``Pausing``; ``most_queued`` may wait for a sequence."""
     plain, policy = sd.Engine(target, None).generate(_PROMPTS, _PARAMS), Pausing()
     engine = sd.Engine(target, draft, num_draft_tokens=policy, **config)
-    policy.drafter = engine.core.drafter
+    policy.drafter = engine.core.drafting.drafter
     with patch("specdec_fast.drafters.shared.tapped.MOST_QUEUED_BYTES", 0):
         found = engine.generate(_PROMPTS, _PARAMS)
     assert [(o.token_ids, o.logprobs) for o in found] == [(o.token_ids, o.logprobs) for o in plain]

@@ -7,7 +7,7 @@ import random
 import torch
 
 import specdec_fast as sd
-from specdec_fast.drafters.base import draft_of_trees
+from specdec_fast.drafters.draft import draft_of_trees
 from specdec_fast.trees.growing import TreeNodes
 from support.models import VOCAB_SIZE
 

@@ -87,7 +87,7 @@ def test_training_lowers_the_loss_and_unrolls_what_will_be_drafted(target, texts
 
     save_clover(module, tmp_path, [[0], [0, 0], [1]])
     ragged = RaggedModel(target, resolve(CPU))
-    drafter = make_drafter(str(tmp_path), ragged, EngineConfig(), ragged.ops, None)
+    drafter = make_drafter(str(tmp_path), ragged, EngineConfig(), None)
     assert drafter.tree.choices == [(0,), (0, 0), (1,)]
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["model_type"], config["clover_num_heads"], config["clover_num_layers"]) == ("clover", NUM_HEADS, 1)

@@ -42,7 +42,7 @@ def test_training_lowers_the_loss_and_what_is_saved_loads(target, texts, tmp_pat
     assert loss_of(module, token_ids, output, NUM_HEADS).item() < before - 1
     save_heads(module, tmp_path, [[0], [0, 0], [1]])
     ragged = RaggedModel(target, resolve(CPU))
-    drafter = make_drafter(str(tmp_path), ragged, EngineConfig(), ragged.ops, None)
+    drafter = make_drafter(str(tmp_path), ragged, EngineConfig(), None)
     assert drafter.tree.choices == [(0,), (0, 0), (1,)]
     assert json.loads((tmp_path / "config.json").read_text())["medusa_num_heads"] == NUM_HEADS
     saved = [weight.detach().bfloat16().float() for weight in module.parameters()]

@@ -135,7 +135,7 @@ def test_training_lowers_the_loss_and_what_is_saved_loads(target, texts, tmp_pat
     assert len(trainer.evaluate(texts)) == K
     save_blocks(module, tmp_path, target, TAPS, draft_ids, 9)
     ragged = RaggedModel(target, resolve(CPU))
-    drafter = make_drafter(str(tmp_path), ragged, EngineConfig(), ragged.ops, None)
+    drafter = make_drafter(str(tmp_path), ragged, EngineConfig(), None)
     assert drafter.taps == TAPS
     assert drafter.max_nodes == 9
     stored = module.lm_head.weight.detach().bfloat16().float()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_fast.drafters.base import draft_of_trees
+from specdec_fast.drafters.draft import draft_of_trees
 from specdec_fast.trees.growing import GrowingTree, TreeNodes, merged
 from specdec_fast.trees.parents import ROOT, depths_of
 from specdec_fast.trees.static import StaticTree, fit_tree

@@ -74,7 +74,7 @@ class CloverDrafter(TappedDrafter, HeadsDrafter):
         return forward + self._kept_bytes(num_sequences, rows) + level * itemsize
 
     def _compute(self, rows: list[Rows]) -> None:
-        self._heads[0](self._pool(), *self._queued_batch(rows), self._no_rows)
+        self._heads[0](self._pool(), *self._take_batch(rows), self._no_rows)
 
     def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:
         return self._levels.picked(depth, num_nodes)
@@ -85,7 +85,7 @@ class CloverDrafter(TappedDrafter, HeadsDrafter):
         num_sequences = len(sequences)
         if sum(map(self.num_queued, sequences)) > self._most_rows:
             self._catch_up(sequences)
-        batch, hidden = self._queued_batch(self._queued_rows(sequences))
+        batch, hidden = self._take_batch(self._queued_rows(sequences))
         last = batch.last_rows if batch.most_rows > 1 else None
         ranked: list[Tensor] = []
         for head, level in enumerate(self._levels.levels[:depth]):
@@ -101,7 +101,7 @@ class CloverDrafter(TappedDrafter, HeadsDrafter):
             owners = [sequence for sequence in sequences for _ in range(level.num_nodes)]
             sampling = sampling_of(owners, self._device, ahead=head)
             logits = masked_logits(logits, owners, [[UNREAD] * head] * len(owners))
-            best = ranked_tokens(model.ops, logits, level.num_ranks, tokens, sampling)
+            best = ranked_tokens(model.ops, logits, level.num_ranks, sampling, tokens)
             ranked.append(best.view(num_sequences, -1))
         return torch.cat(ranked, dim=1)
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.base import DrafterContext
 from specdec_fast.drafters.dflash.model import DFlashModel, load_dflash
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.shared.ranked import masked_logits
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.kv_cache.forward_layout import lay_out
@@ -94,7 +95,7 @@ class DFlashDrafter(TappedDrafter):
 
     def _compute(self, rows: list[Rows]) -> None:
         batch = lay_out(self._pool(), rows, torch.empty(0, dtype=torch.int64, device=self._device))
-        self.model.write_context(batch, self._pool(), self._taken(rows))
+        self.model.write_context(batch, self._pool(), self._take_features(rows))
 
     def _chains(self, members: list[Sequence], counts: list[int]) -> tuple[Tensor, Tensor | None]:
         """Return the draft tokens ``[sum(counts)]``, sequence after sequence, and their scores."""
@@ -118,7 +119,7 @@ class DFlashDrafter(TappedDrafter):
             paths = [[UNREAD] * depth for count in counts for depth in range(count)]
             logits = masked_logits(logits, owners, paths, self._target_ids)
             offsets = to_device(list(accumulate(counts, initial=0)), self._device, torch.int32)
-            drafted = self._next_tokens(logits, tokens, sampling_of(members, self._device), offsets)
+            drafted = self._next_tokens(logits, sampling_of(members, self._device), tokens, offsets)
         return drafted, self._scores(members, counts, hidden, drafted) if self.has_scores else None
 
     def _scores(self, members: list[Sequence], counts: list[int], hidden: Tensor, drafted: Tensor) -> Tensor:

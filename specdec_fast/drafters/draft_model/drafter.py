@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_fast.drafters.base import Draft, PooledDrafter, StepResult
+from specdec_fast.drafters.base import StepResult
+from specdec_fast.drafters.draft import Draft
+from specdec_fast.drafters.shared.pooled import PooledDrafter
 from specdec_fast.request.page_keys import ComingPages
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.graphs.graphs import described
@@ -130,7 +132,7 @@ class ModelDrafter(PooledDrafter):
     def commit(self, sequences: list[Sequence], result: StepResult) -> None:
         for sequence in sequences:
             self.draft_kv_length[sequence] = min(self.draft_kv_length[sequence], sequence.length - 1)
-            self._keep(sequence)
+        self._keep(sequences)
 
     def commit_ended(self, sequences: list[Sequence], result: StepResult) -> None:
         self.commit(sequences, result)
@@ -174,12 +176,14 @@ class ModelDrafter(PooledDrafter):
             if pool.share(sequence, sequence.page_keys.first(sequence.token_ids, num_pages)):
                 self.draft_kv_length[sequence] = pool.num_kept(sequence) * pool.page_size
 
-    def _keep(self, sequence: Sequence) -> None:
-        """Keep the full pages of a sequence for others; all entries that it has are those of committed tokens."""
+    def _keep(self, sequences: Iterable[Sequence]) -> None:
+        """Keep the full pages of sequences for others; all entries that they have are those of committed tokens."""
         pool = self._pool()
-        if sequence.page_keys is not None and pool.prefixes is not None:
+        if pool.prefixes is None:
+            return
+        for sequence in sequences:
             num_pages = self.draft_kv_length[sequence] // pool.page_size
-            if num_pages > pool.num_kept(sequence):
+            if sequence.page_keys is not None and num_pages > pool.num_kept(sequence):
                 pool.keep(sequence, sequence.page_keys.first(sequence.token_ids, num_pages))
 
     def _prefill(self, stops: dict[Sequence, int]) -> None:
@@ -194,7 +198,7 @@ class ModelDrafter(PooledDrafter):
             prefill(self.model, self._pool(), prompts, {s: self.draft_kv_length[s] for s in now})
             for sequence, stop in now.items():
                 self.draft_kv_length[sequence] = max(stop, self.draft_kv_length[sequence])
-                self._keep(sequence)
+            self._keep(now)
             stops = {s: stop for s, stop in stops.items() if s not in now}
 
     def _begins(self, sequence: Sequence, stop: int, coming: ComingPages) -> bool:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, StepResult
+from specdec_fast.drafters.base import StepResult
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.draft_model.draft_context import ContextReader, DraftContext
 from specdec_fast.drafters.draft_model.drafter import ModelDrafter
 from specdec_fast.drafters.draft_model.joint_vocabulary import Translation, join_vocabularies

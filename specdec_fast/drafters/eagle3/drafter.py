@@ -14,9 +14,10 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, draft_of_trees
+from specdec_fast.drafters.base import DrafterContext
+from specdec_fast.drafters.draft import Draft, draft_of_trees
 from specdec_fast.drafters.eagle3.model import Eagle3Model, load_eagle3
-from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, trees_of
+from specdec_fast.drafters.eagle3.tree import Eagle3Trees, LastRows, TreeLimit, trees_of
 from specdec_fast.drafters.shared.chain_drafter import ChainDrafter
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.kv_cache.forward_layout import lay_out
@@ -86,7 +87,7 @@ class Eagle3Drafter(ChainDrafter):
             return self.propose(sequences, limits)
         chosen = [i for i, limit in enumerate(limits) if limit]
         drafting = [sequences[i] for i in chosen]
-        within = [(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
+        within = [TreeLimit(limits[i], min(node_limits[i], self.max_nodes)) for i in chosen]
         if sum(map(self.num_queued, drafting)) > self._most_rows:
             self._catch_up(drafting)
         if self._in_one_call(drafting):
@@ -95,34 +96,32 @@ class Eagle3Drafter(ChainDrafter):
             every_count = [counts.get(i, 0) for i in range(len(sequences))]
             return Draft(drafted.token_ids, every_count, drafted.parents, drafted.scores if self.has_scores else None)
         queued = self._queued_rows(drafting)
-        features = self._hidden_states(queued)
+        features = self._take_hidden_states(queued)
         trees = self._trees_of_graph(self._trees, queued, features, within)
         if trees is None:
             trees = self._trees.draft(self._pool(), drafting, within, self._last_rows(queued, features))
         nodes = dict(zip(chosen, trees, strict=True))
         return draft_of_trees([nodes.get(i) for i in range(len(sequences))], self._device, self.has_scores)
 
-    def _trees_of_program(
-        self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[tuple[int, int]]
-    ) -> DraftedTrees:
+    def _trees_of_program(self, trees: Eagle3Trees, sequences: list[Sequence], limits: list[TreeLimit]) -> DraftedTrees:
         rows = self._queued_rows(sequences)
         token_ids = tokens_after(rows)
-        inputs = self._inputs(rows)
+        inputs = self._take_inputs(rows)
         choice = self._choice(sampling_of(sequences, self._device))
         return self.rows.draft_trees(self._pool(), rows, token_ids, inputs, trees.rules(limits), choice)
 
     def _trees_of_graph(
-        self, trees: Eagle3Trees, queued: list[Rows], features: Tensor, limits: list[tuple[int, int]]
+        self, trees: Eagle3Trees, queued: list[Rows], features: Tensor, limits: list[TreeLimit]
     ) -> list[TreeNodes] | None:
         """Return the trees that one graph drafts; None if there is none for these sequences.
 
         A sequence whose tree has fewer levels than others' has as many forwards; see ``GraphRunner.draft``.
         """
-        num_forwards = max(depth for depth, _ in limits)
-        batch = self._batch_of_graph(queued, features, num_forwards, [num_nodes + 1 for _, num_nodes in limits])
+        num_forwards = max(limit.depth for limit in limits)
+        batch = self._batch_of_graph(queued, features, num_forwards, [limit.num_nodes + 1 for limit in limits])
         if self.graphs is None or batch is None:
             return None
-        named = self.graphs.draft_trees(trees.graph_parts(self._projected, self._loop_forward), batch)
+        named = self.graphs.draft_trees(trees.graph_parts(self._projected, self._forward), batch)
         return None if named is None else trees.grown(named, limits)
 
     def _last_rows(self, queued: list[Rows], features: Tensor) -> LastRows:
@@ -134,9 +133,9 @@ class Eagle3Drafter(ChainDrafter):
     def _projected(self, hidden_states: Tensor) -> Tensor:
         return self.model.project(hidden_states)
 
-    def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
+    def _take_inputs(self, queued: list[Rows]) -> Tensor | Projection:
         # the call of a program projects them as well
-        pieces = self._pieces(queued)
+        pieces = self._take_pieces(queued)
         program = self._projection.program
         if program is None or pieces[0].dtype != self.model.layout.dtype:
             return self._projected(torch.cat(pieces))

@@ -53,6 +53,13 @@ class _Growing:
     made: dict[int, int]  # rows of the states with the results of the root and of the nodes that were a frontier
 
 
+class TreeLimit(NamedTuple):
+    """What one tree may have."""
+
+    depth: int  # the largest depth, at least 1
+    num_nodes: int  # the largest number of nodes, at least 1
+
+
 class LastRows(NamedTuple):
     """The last true row of each of ``B`` sequences, the root of its tree.
 
@@ -126,12 +133,12 @@ class Eagle3Trees:
         scratch = min(torch.get_num_threads(), num_rows) * (row_bytes // itemsize) * (4 + 2 * 8 + itemsize)
         return num_rows * row_bytes + scratch
 
-    def rules(self, limits: list[tuple[int, int]]) -> TreeRules:
+    def rules(self, limits: list[TreeLimit]) -> TreeRules:
         """Return the rules of these trees for a program that drafts them; ``limits`` as in ``draft``."""
         shape = self._shape
         return TreeRules(
-            [depth for depth, _ in limits],
-            [num_nodes for _, num_nodes in limits],
+            [limit.depth for limit in limits],
+            [limit.num_nodes for limit in limits],
             self._width,
             [] if shape is None else shape.parents,
             [] if shape is None else shape.ranks,
@@ -139,7 +146,7 @@ class Eagle3Trees:
         )
 
     def draft(
-        self, pool: PagePool, sequences: list[Sequence], limits: list[tuple[int, int]], last: LastRows
+        self, pool: PagePool, sequences: list[Sequence], limits: list[TreeLimit], last: LastRows
     ) -> list[TreeNodes]:
         """Draft one tree per sequence, with PyTorch in control.
 
@@ -149,7 +156,7 @@ class Eagle3Trees:
         Args:
             pool: the drafter's pages.
             sequences: ``B`` sequences, all of whose true rows have been computed.
-            limits: the largest depth and the largest number of nodes of each tree, at least 1.
+            limits: of each tree.
             last: of each sequence.
         """
         states = torch.cat([last.inputs, last.hidden])
@@ -160,7 +167,7 @@ class Eagle3Trees:
             for i, (sequence, (depth, num_nodes)) in enumerate(zip(sequences, limits, strict=True))
         ]
         growing = trees
-        for depth in range(max(depth for depth, _ in limits)):
+        for depth in range(max(limit.depth for limit in limits)):
             self._add_children(growing, logits, depth)
             growing = [each for each in growing if each.depth > depth + 1 and each.tree.frontier]
             if not growing:
@@ -183,14 +190,14 @@ class Eagle3Trees:
         width = self._width
 
         def rank(logits: Tensor, sampling: Sampling | None, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-            return self._ranker.ranks(logits, sampling, tokens, self._num_ranks(depth))
+            return self._ranker.ranks(logits, self._num_ranks(depth), sampling, tokens)
 
         def growth() -> Growth:
             return BestGrowth(self.max_nodes, width) if shape is None else StaticGrowth(self._levels)
 
         return TreeParts(project, forward, rank, growth, self.max_nodes)
 
-    def grown(self, named: tuple[Tensor, ...], limits: list[tuple[int, int]]) -> list[TreeNodes]:
+    def grown(self, named: tuple[Tensor, ...], limits: list[TreeLimit]) -> list[TreeNodes]:
         """Grow the trees of ``B`` sequences from the children that a graph named.
 
         The graph grows trees of ``max_nodes`` nodes. If fewer are allowed, the best of these are kept.

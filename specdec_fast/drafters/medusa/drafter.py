@@ -112,13 +112,13 @@ class MedusaDrafter(HeadsDrafter):
         sampling = sampling_of(sequences, self._device)
         newest = None if sampling is None else to_device([s.token_ids[-1] for s in sequences], self._device)
         columns = []
-        ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
         for ahead, head in enumerate(self._heads[:depth]):
             later = sampling and replace(sampling, positions=sampling.positions + ahead)
             logits = self._logits(head, hidden)
             logits = masked_logits(logits, sequences, [[UNREAD] * ahead] * len(sequences), self._target_ids)
             num_ranks = self.tree.num_ranks[ahead]
-            columns.append(ranked_tokens(self._ops, logits, num_ranks, newest, later, ids))
+            ids = self._target_ids
+            columns.append(ranked_tokens(self._ops, logits, num_ranks, later, newest, ids, self._vocab_size))
         return torch.cat(columns, dim=1)
 
     def _picked(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:

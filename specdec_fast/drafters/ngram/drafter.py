@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
+from specdec_fast.drafters.base import Drafter, DrafterContext
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.request.sequence import Sequence
 
 NGRAM_SIZES = (3, 2, 1)

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
+from specdec_fast.drafters.base import DrafterContext, TreeDrafter
+from specdec_fast.drafters.draft import Draft, draft_of_trees
 from specdec_fast.drafters.ngram.drafter import NGRAM_SIZES
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.trees.growing import merged

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_fast.drafters.base import Draft, Drafter, DrafterContext
+from specdec_fast.drafters.base import Drafter, DrafterContext
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.errors import ConfigError, NotYetSupportedError
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Numbers
@@ -18,7 +19,7 @@ from specdec_fast.models.probe import named_failures
 from specdec_fast.models.quantized_linears import quantized_linears
 from specdec_fast.models.rounded_models import RoundedWeights, rounded_copy
 from specdec_fast.request.sequence import Sequence
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.graphs.graphs import described
 from specdec_fast.runner.model_memory import forward_memory, logits_bytes, storage_bytes, weights_of
 from specdec_fast.runner.profiling import drafting_seconds, most_proposed
@@ -61,7 +62,7 @@ class SelfDrafter(Drafter):
         model.release_memory()
         if model.layout != target.layout:
             raise NotYetSupportedError(f"draft={self.name!r}: the copy of {target.name} has other KV entries than it.")
-        model.use_graphs(Limits(config.max_batch_size, 1, config.most_draft_tokens))
+        model.use_graphs(GraphLimits(config.max_batch_size, 1, config.most_draft_tokens))
         self.model = model
         self._rounded = RoundedWeights(target.model, module, self.quantization)
         self._numbers = Numbers(self._rounded.sources)  # of the weights that are rounded

@@ -16,14 +16,15 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling, sampling_of
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext
+from specdec_fast.drafters.base import DrafterContext
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import LearnedModel, TappedDrafter
 from specdec_fast.program import RowFunction
 from specdec_fast.program.executors import Projection, TokenChoice
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.runner.drafting import draft_on_pages, first_tokens, laid_out_loop
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.graphs.capture import capture_for
 from specdec_fast.runner.graphs.drafts import DraftBatch, DraftGraphs
 from specdec_fast.runner.graphs.graphs import described
@@ -58,7 +59,7 @@ class ChainDrafter(TappedDrafter):
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self._device)
         capture = capture_for(context.device)
         most = config.most_draft_tokens
-        limits = Limits(config.max_batch_size, most + 1, most)
+        limits = GraphLimits(config.max_batch_size, most + 1, most)
         self._addresses: list[int] = []  # of the weights that graphs read
         self.graphs = None if capture is None or config.enforce_eager else DraftGraphs(capture, limits)
 
@@ -82,7 +83,7 @@ class ChainDrafter(TappedDrafter):
         }
 
     def _compute(self, rows: list[Rows]) -> None:
-        self.rows(self._pool(), *self._queued_batch(rows), self._no_rows)
+        self.rows(self._pool(), *self._take_batch(rows), self._no_rows)
 
     def _forward(self, batch: RaggedBatch, inputs: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute ``T`` rows, and write their KV entries.
@@ -112,8 +113,9 @@ class ChainDrafter(TappedDrafter):
         queued = self._queued_rows(members)
         if self._in_one_call(members):
             choice = self._choice(sampling_of(members, self._device))
-            return self.rows.draft(self._pool(), queued, tokens_after(queued), self._inputs(queued), counts, choice)
-        features = self._hidden_states(queued)
+            inputs = self._take_inputs(queued)
+            return self.rows.draft(self._pool(), queued, tokens_after(queued), inputs, counts, choice)
+        features = self._take_hidden_states(queued)
         of_graph = self._by_graph(queued, features, counts)
         if of_graph is not None:
             return first_tokens(of_graph, counts)
@@ -124,9 +126,9 @@ class ChainDrafter(TappedDrafter):
     def _in_one_call(self, sequences: list[Sequence]) -> bool:
         return self.drafts_in_one_call and not any(s.edits_logits for s in sequences)
 
-    def _inputs(self, queued: list[Rows]) -> Tensor | Projection:
+    def _take_inputs(self, queued: list[Rows]) -> Tensor | Projection:
         """Remove the queued features of some sequences, and return them as a call of the program takes them."""
-        return self._taken(queued)
+        return self._take_features(queued)
 
     def _choice(self, sampling: Sampling | None) -> TokenChoice:
         return TokenChoice(self._vocab_size, sampling)
@@ -139,12 +141,7 @@ class ChainDrafter(TappedDrafter):
         batch = self._batch_of_graph(queued, features, max(counts), counts)
         if self.graphs is None or batch is None:
             return None
-
-        def choose(logits: Tensor, sampling: Sampling | None, token_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-            return self._next_tokens(logits, token_ids, sampling, cu_seqlens)
-
-        parts = ChainParts(self._projected, self._loop_forward, choose)
-        return self.graphs.draft(parts, batch)
+        return self.graphs.draft(ChainParts(self._projected, self._forward, self._next_tokens), batch)
 
     def _batch_of_graph(
         self, queued: list[Rows], features: Tensor, num_forwards: int, num_positions: list[int]
@@ -160,9 +157,3 @@ class ChainDrafter(TappedDrafter):
             return None
         layout, columns = laid_out
         return DraftBatch(layout, tokens_after(queued), features, columns, self._pool())
-
-    def _loop_forward(
-        self, batch: RaggedBatch, wanted: Tensor | None, inputs: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        assert inputs is not None
-        return self._forward(batch, inputs, wanted)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter
+from specdec_fast.drafters.base import DrafterContext, TreeDrafter
+from specdec_fast.drafters.draft import Draft
 from specdec_fast.drafters.shared.ranked import drawn_ranks
 from specdec_fast.errors import ConfigError
 from specdec_fast.models.hidden_states import FINAL
@@ -101,16 +102,16 @@ def ranked_tokens(
     ops: Ops,
     logits: Tensor,
     num_ranks: int,
-    previous: Tensor | None,
     sampling: Sampling | None,
-    ids: tuple[Tensor, int] | None = None,
+    previous: Tensor | None,
+    target_ids: Tensor | None = None,
+    vocab_size: int = 0,
 ) -> Tensor:
     """Rank each row's tokens: by logit, or by the rule and the noise by which the target will choose (``drawn_ranks``).
 
     Args:
-        ops, logits, num_ranks, previous: as those of ``drawn_ranks``.
+        ops, logits, num_ranks, previous, target_ids, vocab_size: as those of ``drawn_ranks``.
         sampling: how each row's token is chosen; None: all greedily.
-        ids: ``draft_ids`` of ``drawn_ranks``.
 
     Returns:
         ``[N, num_ranks]`` int64, different ids of the target in each row.
@@ -120,8 +121,8 @@ def ranked_tokens(
             best = chosen_tokens(ops, logits, logits.shape[1], None, previous)[:, None]
         else:
             best = logits.topk(num_ranks, dim=-1).indices
-        return best if ids is None else ids[0][best]
-    return drawn_ranks(ops, logits, num_ranks, sampling, previous, ids)[0]
+        return best if target_ids is None else target_ids[best]
+    return drawn_ranks(ops, logits, num_ranks, sampling, previous, target_ids, vocab_size)[0]
 
 
 def _picked_draft(tokens: Tensor, picked: dict[int, tuple[list[int], list[int]]], num_sequences: int) -> Draft:

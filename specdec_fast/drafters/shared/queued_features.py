@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,20 +46,27 @@ class KeptStates:
             self._total.num_rows -= len(self.hidden_states)
 
 
+class _Span(NamedTuple):
+    """Rows of a forward that wait."""
+
+    kept: KeptStates
+    start: int
+    stop: int
+
+
 @dataclass
 class QueuedFeatures:
     """What the drafter knows of one admitted sequence."""
 
     kv_length: int = 0  # number of rows whose KV entries were made of true features
-    # of the positions behind them: hidden states, first row and end of each span, in order
-    queued: list[tuple[KeptStates, int, int]] = field(default_factory=list)
+    queued: list[_Span] = field(default_factory=list)  # of the positions behind them, in order
     num_queued: int = 0  # number of these positions
 
     def add(self, kept: KeptStates, rows: Many[int]) -> None:
         """Queue rows of a forward for the next positions."""
         for start, stop in _spans(rows):
             kept.hold()
-            self.queued.append((kept, start, stop))
+            self.queued.append(_Span(kept, start, stop))
             self.num_queued += stop - start
 
     def take(self, count: int) -> list[Tensor]:
@@ -72,7 +80,7 @@ class QueuedFeatures:
             pieces.append(kept.hidden_states[start:end])
             left -= end - start
             if end < stop:
-                self.queued[num_done] = (kept, end, stop)
+                self.queued[num_done] = _Span(kept, end, stop)
             else:
                 kept.drop()
                 num_done += 1
@@ -90,8 +98,8 @@ class QueuedFeatures:
 
     def clear(self) -> None:
         """Forget what waits."""
-        for kept, _, _ in self.queued:
-            kept.drop()
+        for span in self.queued:
+            span.kept.drop()
         self.queued = []
         self.num_queued = 0
 

@@ -83,19 +83,19 @@ class TokenRanker:
         if paths is not None:
             logits = masked_logits(logits, sequences, paths, self._target_ids)
         behind = None if sampling is None else to_device(previous, logits.device)
-        ids, log_probs = self.ranks(logits, sampling, behind, num_ranks)
+        ids, log_probs = self.ranks(logits, num_ranks, sampling, behind)
         return RankedTokens(ids.tolist(), log_probs.tolist())
 
     def ranks(
-        self, logits: Tensor, sampling: Sampling | None, previous: Tensor | None, num_ranks: int
+        self, logits: Tensor, num_ranks: int, sampling: Sampling | None, previous: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Rank the next tokens of ``N`` rows, without waiting for the device.
 
         Args:
             logits: ``[N, draft_vocab_size]``.
+            num_ranks: as in a call.
             sampling: how each row's token is chosen; None: all greedily.
             previous: ``[N]`` int64, see ``drawn_ranks``.
-            num_ranks: as in a call.
 
         Returns:
             ``[N, num_ranks]`` int64 ids of the target, and ``[N, num_ranks]`` float64, as in ``RankedTokens``.
@@ -107,8 +107,7 @@ class TokenRanker:
             return ids, found.values.double()
         has_ranks = (logits < float("inf")).all(dim=-1, keepdim=True)  # neither NaN nor infinity
         total = (torch.nan_to_num(logits).double() / GREEDY_TEMPERATURE).logsumexp(dim=-1, keepdim=True)
-        draft_ids = None if self._target_ids is None else (self._target_ids, self._vocab_size)
-        ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, previous, draft_ids)
+        ids, values = drawn_ranks(self._ops, logits, num_ranks, sampling, previous, self._target_ids, self._vocab_size)
         temperatures = sampling.temperatures[:, None]
         noise = gumbel(self._ops.without_checks.noise_words(ids, sampling.seeds, sampling.positions))
         drawn = (values / temperatures.clamp(min=1e-6) + noise).log_softmax(dim=-1)
@@ -145,7 +144,8 @@ def drawn_ranks(
     num_ranks: int,
     sampling: Sampling,
     previous: Tensor | None,
-    draft_ids: tuple[Tensor, int] | None = None,
+    target_ids: Tensor | None = None,
+    vocab_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Rank each row's tokens by the rule and with the noise by which the target will choose its own.
 
@@ -159,15 +159,15 @@ def drawn_ranks(
         sampling: how each row's token is chosen.
         previous: ``[N]`` int64, the token in front; a repetition penalty counts it, but no other token of this step's
             draft: that costs acceptance, no token. None is allowed if there are no penalties.
-        draft_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id, and the number of the target's ids;
-            None if they are the same.
+        target_ids: ``[draft_vocab_size]`` int64, the target's id of each draft id; None if they are the same.
+        vocab_size: number of the target's ids, if there are ``target_ids``.
 
     Returns:
         Ids of the target ``[N, num_ranks]`` int64, and their logits in fp64, minus infinity where no token was left.
     """
     logits = torch.nan_to_num(logits)  # a copy; with a NaN, a row would get the same id for each rank
-    if draft_ids is not None:
-        logits = widened(logits, *draft_ids)
+    if target_ids is not None:
+        logits = widened(logits, target_ids, vocab_size)
     ids = []
     values = []
     for _ in range(num_ranks):

@@ -14,7 +14,8 @@ from torch import Tensor
 from specdec_fast.batch.ragged_batch import RaggedBatch, Rows
 from specdec_fast.batch.sampling_batch import Sampling
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import DrafterContext, PooledDrafter, StepResult
+from specdec_fast.drafters.base import DrafterContext, StepResult
+from specdec_fast.drafters.shared.pooled import PooledDrafter
 from specdec_fast.drafters.shared.queued_features import (
     KeptRows,
     KeptStates,
@@ -119,7 +120,7 @@ class TappedDrafter(PooledDrafter):
 
     @abstractmethod
     def _compute(self, rows: list[Rows]) -> object:
-        """Take the queued features of these rows (``_taken``), and write their KV entries."""
+        """Take the queued features of these rows (``_take_features``), and write their KV entries."""
 
     @property
     def num_admitted(self) -> int:
@@ -241,7 +242,7 @@ class TappedDrafter(PooledDrafter):
         return [(key, sequence.token_ids[(i + 1) * size]) for i, key in enumerate(keys)]
 
     def _next_tokens(
-        self, logits: Tensor, token_ids: Tensor, sampling: Sampling | None, cu_seqlens: Tensor | None = None
+        self, logits: Tensor, sampling: Sampling | None, token_ids: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Choose each row's token ``[N]``, by the rule and with the noise by which the target will choose."""
         ids = self._target_ids
@@ -259,26 +260,26 @@ class TappedDrafter(PooledDrafter):
         """Return the number of features of a sequence whose rows are not computed yet."""
         return self._states[sequence].num_queued
 
-    def _queued_batch(self, rows: list[Rows]) -> tuple[RaggedBatch, Tensor]:
+    def _take_batch(self, rows: list[Rows]) -> tuple[RaggedBatch, Tensor]:
         """Return a forward over rows of queued features, and these features ``[T, H]``, which it removes."""
-        return lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device)), self._taken(rows)
+        return lay_out(self._pool(), rows, to_device(tokens_after(rows), self._device)), self._take_features(rows)
 
     def _queued_rows(self, sequences: list[Sequence], but_last: bool = False) -> list[Rows]:
         """Return the rows of all queued features of each sequence, or of all but the last."""
         return [Rows(s, self._states[s].kv_length, self.num_queued(s) - but_last) for s in sequences]
 
-    def _pieces(self, rows: list[Rows]) -> list[Tensor]:
+    def _take_pieces(self, rows: list[Rows]) -> list[Tensor]:
         """Remove and return the hidden states of the first queued features of some sequences."""
         return [piece for row in rows for piece in self._states[row.owner].take(row.count)]  # type: ignore[index]
 
-    def _hidden_states(self, rows: list[Rows]) -> Tensor:
+    def _take_hidden_states(self, rows: list[Rows]) -> Tensor:
         """Remove and return the hidden states of the first queued features of some sequences, as one tensor."""
-        pieces = self._pieces(rows)
+        pieces = self._take_pieces(rows)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _taken(self, rows: list[Rows]) -> Tensor:
+    def _take_features(self, rows: list[Rows]) -> Tensor:
         """Remove and return the first queued features of some sequences, ``[sum of counts, H]``."""
-        return self._projected(self._hidden_states(rows))
+        return self._projected(self._take_hidden_states(rows))
 
     def _catch_up(self, sequences: list[Sequence]) -> None:
         """Compute the rows of queued features, but for the last of each sequence if a proposal starts from it."""

@@ -52,29 +52,35 @@ class Candidates:
         slots = [Slot(*of_slot) for of_slot in zip(ids.tolist(), log_probs.tolist(), classes.tolist(), strict=True)]
         sampled = [n for n, owner in enumerate(owners) if owner.samples]
         if sampled:
-            rows = [(owners[n], depths[n] + slot, previous[n]) for n in sampled for slot in range(k)]
             places = [k * n + slot for n in sampled for slot in range(k)]
-            for place, tokens in zip(places, self._drawn(logits[to_device(places, self._device)], rows), strict=True):
+            drawn = self._drawn(
+                logits[to_device(places, self._device)],
+                owners=[owners[place // k] for place in places],
+                ahead=[depths[place // k] + place % k for place in places],
+                previous=[previous[place // k] for place in places],
+            )
+            for place, tokens in zip(places, drawn, strict=True):
                 slots[place] = Slot(tokens, _SAMPLED_LOG_PROBS, slots[place].rank_class)
         return [slots[start : start + k] for start in range(0, len(slots), k)]
 
-    def _drawn(self, logits: Tensor, rows: list[tuple[Sequence, int, int]]) -> list[list[int]]:
+    def _drawn(self, logits: Tensor, owners: list[Sequence], ahead: list[int], previous: list[int]) -> list[list[int]]:
         """Rank tokens by the rule and with the noise by which the target will choose its own.
 
         Args:
             logits: ``[N, draft_vocab_size]``.
-            rows: of each, the sequence, how many positions after its next token, and the token before it.
+            owners: of each row.
+            ahead: how many positions after its owner's next token each row chooses.
+            previous: the token before that one.
 
         Returns:
             The first tokens of each row, different ones.
         """
-        sampling = sampling_of([s for s, _, _ in rows], self._device)
+        sampling = sampling_of(owners, self._device)
         assert sampling is not None
-        ahead = to_device([a for _, a, _ in rows], self._device)
-        previous = to_device([t for _, _, t in rows], self._device)
-        sampling = replace(sampling, positions=sampling.positions + ahead)
+        sampling = replace(sampling, positions=sampling.positions + to_device(ahead, self._device))
+        behind = to_device(previous, self._device)
         ids = self._model.target_ids
-        logits = masked_logits(logits, [s for s, _, _ in rows], [[UNREAD] * a for _, a, _ in rows], ids)
-        draft_ids = None if ids is None else (ids, self._model.vocab_size)
-        ranked, _ = drawn_ranks(self._model.ops, logits, len(_SAMPLED_LOG_PROBS), sampling, previous, draft_ids)
+        logits = masked_logits(logits, owners, [[UNREAD] * depth for depth in ahead], ids)
+        num_ranks = len(_SAMPLED_LOG_PROBS)
+        ranked, _ = drawn_ranks(self._model.ops, logits, num_ranks, sampling, behind, ids, self._model.vocab_size)
         return ranked.tolist()

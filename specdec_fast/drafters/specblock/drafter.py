@@ -21,7 +21,8 @@ from torch import Tensor
 
 from specdec_fast.batch.ragged_batch import Rows
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
+from specdec_fast.drafters.base import DrafterContext, TreeDrafter
+from specdec_fast.drafters.draft import Draft, draft_of_trees
 from specdec_fast.drafters.shared.queued_features import tokens_after
 from specdec_fast.drafters.shared.tapped import TappedDrafter
 from specdec_fast.drafters.specblock.candidates import Candidates
@@ -154,7 +155,7 @@ class SpecBlockDrafter(TappedDrafter, TreeDrafter):
 
         Return conditions ``[N, H]``, hidden states ``[N, K, H]``, and logits.
         """
-        conditions = self._taken(rows)
+        conditions = self._take_features(rows)
         k = self._num_slots
         bases = [start + i for _, start, count, _ in rows for i in range(count)]
         blocks = [Rows(owner, k * start, k * count) for owner, start, count, _ in rows]

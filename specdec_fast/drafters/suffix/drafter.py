@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from specdec_fast.device_copy import to_device
-from specdec_fast.drafters.base import Draft, DrafterContext, TreeDrafter, draft_of_trees
+from specdec_fast.drafters.base import DrafterContext, TreeDrafter
+from specdec_fast.drafters.draft import Draft, draft_of_trees
 from specdec_fast.drafters.suffix.index import Copy, SuffixIndex
 from specdec_fast.errors import ConfigError
 from specdec_fast.request.sequence import Sequence

@@ -247,7 +247,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             )
         text = (context + continuation)[-(self.max_length + 1) :]
         num_scored = len(continuation)
-        num_steps = -(-num_scored // (self.engine.core.length_policy.max_draft_tokens + 1))
+        num_steps = -(-num_scored // (self.engine.core.drafting.length_policy.max_draft_tokens + 1))
         num_forced = num_scored if num_steps <= _MOST_STEPS and num_scored < len(text) // 2 else 1
         return _Scored(text[:-num_forced], text[-num_forced:], num_scored)
 

@@ -1,9 +1,8 @@
-"""The memory of a forward program: what it keeps between forwards, and what its operations allocate while they run."""
+"""The memory that the operations of a forward program allocate while they run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from specdec_fast.program.plan.ir import (
     LOGIT_ROWS,
@@ -29,23 +28,6 @@ _FEWEST_ROWS = 16  # of a task, whatever the number of heads
 # Channels of one task of a recurrent op, at most, and of a convolution (csrc/kernels/recurrent_channels.h).
 _BLOCK = 64
 _CONV_BLOCK = 16 * _BLOCK
-
-
-class ForwardMemory(Protocol):
-    """The part of a forward program's contract that concerns memory. All sizes are bytes."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory that the program keeps now."""
-
-    def bytes_for(self, num_rows: int, num_logit_rows: int) -> int:
-        """Return the memory that it keeps after a forward of so many rows, if no larger forward came before."""
-
-    def working_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """Return an upper bound of the memory that one of its operations allocates and frees in such a forward."""
-
-    def release(self) -> None:
-        """Free what it keeps; the next forward allocates it again."""
 
 
 def working_bytes(

@@ -34,13 +34,11 @@ class AWQFormat(LinearFormat):
 
     @property
     def marker(self) -> str:
-        """See :class:`LinearFormat`."""
         return "qweight"
 
     def read_weight(
         self, tensors: LinearTensors, out_features: int, in_features: int
     ) -> tuple[PackedWeight, Tensor | None]:
-        """See :class:`LinearFormat`."""
         size = self.group_size or whole_rows(in_features)
         if out_features % 8 != 0 or (self.group_size is not None and in_features % size != 0):
             raise tensors.fault(

@@ -55,13 +55,11 @@ class CompressedTensorsFormat(LinearFormat):
 
     @property
     def marker(self) -> str:
-        """See :class:`LinearFormat`."""
         return "weight_packed" if self.layout == PACKED else "weight_scale"
 
     def read_weight(
         self, tensors: LinearTensors, out_features: int, in_features: int
     ) -> tuple[PackedWeight, Tensor | None]:
-        """See :class:`LinearFormat`."""
         size = whole_rows(in_features) if self.block is None else self.block[1]
         if self.strategy == "group" and in_features % size != 0:
             raise tensors.fault("weight_scale", f"has groups of {size}, which do not divide {in_features} inputs.")

@@ -26,13 +26,11 @@ class Float8Format(LinearFormat):
 
     @property
     def marker(self) -> str:
-        """See :class:`LinearFormat`."""
         return "weight_scale_inv"
 
     def read_weight(
         self, tensors: LinearTensors, out_features: int, in_features: int
     ) -> tuple[PackedWeight, Tensor | None]:
-        """See :class:`LinearFormat`."""
         codes = take_codes(tensors, out_features, in_features)
         shapes: list[tuple[int, ...]] = [(), (1,), (1, 1)]
         if self.block is not None:

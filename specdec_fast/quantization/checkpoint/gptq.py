@@ -45,13 +45,11 @@ class GPTQFormat(LinearFormat):
 
     @property
     def marker(self) -> str:
-        """See :class:`LinearFormat`."""
         return "qweight"
 
     def read_weight(
         self, tensors: LinearTensors, out_features: int, in_features: int
     ) -> tuple[PackedWeight, Tensor | None]:
-        """See :class:`LinearFormat`."""
         size = self.group_size or whole_rows(in_features)
         num_groups = -(-in_features // size)
         per_word = 32 // self.bits

@@ -68,7 +68,7 @@ def size_of(batch: RaggedBatch | HostLayout) -> BatchSize:
 
 
 @dataclass(frozen=True)
-class Limits:
+class GraphLimits:
     """The sizes of the largest buckets.
 
     Attributes:
@@ -92,10 +92,10 @@ class Limits:
         size: BatchSize,
         page_size: int,
         row_padding: RowPadding,
-        num_forwards: int = 1,
+        num_positions: int = 1,
         has_trees: bool = False,
     ) -> Bucket | None:
-        """Return the smallest bucket for a batch, with one more row of each sequence per further forward.
+        """Return the smallest bucket for a batch whose sequences need ``num_positions`` from their last rows on.
 
         Sequences are rounded up to a power of two; rows to a power of two times the sequences, padded by
         ``row_padding``; pages to a power of two times the shortest context. None if no bucket is large enough.
@@ -117,7 +117,7 @@ class Limits:
         # Places for the sequences of padding rows are added: a sequence has `each` of the most possible padding rows.
         more = -(-(rows - below - 1) // each) if each > 1 else 0
         pages = -(-_SHORTEST_CONTEXT // page_size)
-        needed = -(-(each + num_forwards) // page_size)
+        needed = -(-(each + num_positions) // page_size)
         while pages < max(needed, num_pages):
             pages *= 2
         return Bucket(rows, max(one_each, sequences + more), each, pages, one_each)

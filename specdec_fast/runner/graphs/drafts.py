@@ -107,7 +107,7 @@ class DraftGraphs(GraphStore):
             return GraphSpec(inputs, own, partial(loop, inputs, own, inputs.sampling if kind.samples else None))
 
         def fill(inputs: Inputs, own: Tensor | None) -> None:
-            inputs.send(layout, token_ids, columns, is_verified=False)
+            inputs.send(layout, columns, token_ids=token_ids)
             assert own is not None
             own[: len(features)].copy_(features)
             own[len(features) :].zero_()

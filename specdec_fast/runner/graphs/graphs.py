@@ -29,7 +29,7 @@ from specdec_fast.device_copy import Joined
 from specdec_fast.kv_cache.forward_layout import HostLayout
 from specdec_fast.kv_cache.page_pool import PagePool
 from specdec_fast.model_watch import Watch, hooked_class
-from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, Limits, size_of
+from specdec_fast.runner.graphs.buckets import BatchSize, Bucket, GraphLimits, size_of
 from specdec_fast.runner.graphs.capture import Capture, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 from specdec_fast.runner.graphs.phases import Choices, drafting_loop, verification
@@ -73,7 +73,7 @@ class Graphs(GraphStore):
         model: nn.Module,
         forward: Forward,
         capture: Capture,
-        limits: Limits,
+        limits: GraphLimits,
         choices: Choices,
         why_not: str | None = None,
         is_sharded: bool = False,
@@ -169,13 +169,19 @@ class Graphs(GraphStore):
         if (bucket := self._bucket(size_of(layout), pool, has_trees=has_trees)) is None:
             return None
 
-        on_host, on_device = (None, last) if isinstance(last, Tensor) else (last, draft_tokens)
+        first_ids, drafted = (None, last) if isinstance(last, Tensor) else (last, draft_tokens)
 
         def fill(inputs: Inputs) -> None:
-            inputs.send(layout, on_host, sampling, is_verified=True, trees=trees)
-            inputs.drafted[: len(on_device)].copy_(on_device)
+            inputs.send(layout, sampling, first_ids=first_ids, trees=trees)
+            inputs.drafted[: len(drafted)].copy_(drafted)
 
-        kind = _Kind(bucket, "verify", 1, 0, bool(sampling), hidden_states is not None, has_trees)
+        kind = _Kind(
+            bucket,
+            "verify",
+            samples=bool(sampling),
+            keeps_hidden=hidden_states is not None,
+            has_trees=has_trees,
+        )
         graph = self._graph_of(kind, pool, hidden_states, fill)
         if graph is None:
             return None
@@ -217,16 +223,16 @@ class Graphs(GraphStore):
             return None
         if (bucket := self._bucket(size_of(layout), pool, num_forwards)) is None:
             return None
-        kind = _Kind(bucket, "draft", num_forwards, vocab_size, bool(sampling))
-        graph = self._graph_of(
-            kind, pool, None, lambda inputs: inputs.send(layout, token_ids, sampling, is_verified=False)
-        )
+        kind = _Kind(bucket, "draft", num_forwards=num_forwards, vocab_size=vocab_size, samples=bool(sampling))
+        graph = self._graph_of(kind, pool, None, lambda inputs: inputs.send(layout, sampling, token_ids=token_ids))
         return None if graph is None else _replayed(graph, None)[0][: len(layout.end)]
 
-    def _bucket(self, size: BatchSize, pool: PagePool, num_forwards: int = 1, has_trees: bool = False) -> Bucket | None:
+    def _bucket(
+        self, size: BatchSize, pool: PagePool, num_positions: int = 1, has_trees: bool = False
+    ) -> Bucket | None:
         if self.why_not is not None:
             return None
-        return self._limits.bucket(size, pool.page_size, pool.row_padding, num_forwards, has_trees)
+        return self._limits.bucket(size, pool.page_size, pool.row_padding, num_positions, has_trees)
 
     def _graph_of(
         self, kind: _Kind, pool: PagePool, hidden_states: Tensor | None, fill: Callable[[Inputs], None]
@@ -257,11 +263,11 @@ class Graphs(GraphStore):
 
             return partial(verification, forward, inputs, sampling, self._choices)
 
-        def last_logits(batch: RaggedBatch, rows: Tensor | None, _: Tensor | None) -> tuple[Tensor, None]:
+        def last_logits(batch: RaggedBatch, _: None, rows: Tensor | None) -> tuple[Tensor, None]:
             return self._forward(batch, pool, rows, None), None
 
-        def choose(logits: Tensor, sampling: Sampling | None, fed: Tensor, one_each: Tensor) -> Tensor:
-            return self._choices.choose(logits, kind.vocab_size, sampling, fed, one_each)
+        def choose(logits: Tensor, sampling: Sampling | None, tokens: Tensor, one_each: Tensor) -> Tensor:
+            return self._choices.choose(logits, kind.vocab_size, sampling, tokens, one_each)
 
         return partial(drafting_loop, last_logits, inputs, sampling, choose, kind.num_forwards, pool.page_size)
 

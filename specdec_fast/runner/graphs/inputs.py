@@ -209,19 +209,19 @@ class Inputs:
     def send(
         self,
         layout: HostLayout,
-        token_ids: list[int] | None,
         sampling: Mapping[str, np.ndarray],
-        is_verified: bool,
+        *,
+        token_ids: list[int] | None = None,
+        first_ids: list[int] | None = None,
         trees: TreeRows | None = None,
     ) -> None:
         """Write a phase of a step into the bucket's arrays, fill the rest of the bucket, and copy them to the device.
 
         Args:
             layout: of the (first) forward.
-            token_ids: of its rows; if they are verified, of the first row of each sequence. None: all of them, one for
-                each sequence, come in ``drafted``.
             sampling: columns of ``sampling_columns``; empty: the graph chooses greedily and does not read any.
-            is_verified: whether the other rows are draft tokens, which come in ``drafted``.
+            token_ids: of all its rows; None: some or all of them come in ``drafted``.
+            first_ids: of the first row of each sequence, if those of the others come in ``drafted``.
             trees: the shape of the rows, if they are trees.
 
         """
@@ -230,15 +230,15 @@ class Inputs:
         num_rows = len(layout.positions)
         batch_size = len(layout.end)
         padding = _padding(self._bucket, num_rows, batch_size, self._page_size)
-        if token_ids is None:
-            arrays["draft_index"][:num_rows] = np.arange(num_rows)
-            arrays["draft_index"][num_rows:] = -1
-        elif is_verified:
-            arrays["token_ids"][counts.cu_seqlens[:-1]] = token_ids
+        if token_ids is not None:
+            arrays["token_ids"][:num_rows] = token_ids
+        elif first_ids is not None:
+            arrays["token_ids"][counts.cu_seqlens[:-1]] = first_ids
             arrays["draft_index"][:num_rows] = counts.draft_index
             arrays["draft_index"][num_rows:] = -1
         else:
-            arrays["token_ids"][:num_rows] = token_ids
+            arrays["draft_index"][:num_rows] = np.arange(num_rows)
+            arrays["draft_index"][num_rows:] = -1
         arrays["token_ids"][num_rows:] = 0
         arrays["positions"][:num_rows] = layout.positions
         arrays["positions"][num_rows:] = padding.positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,10 @@ def verification(
     return logits, torch.cat([part.long() for part in results])
 
 
-# A forward of a drafting loop. It takes a batch, the rows whose logits are wanted (None: all), and what rows take
-# besides their tokens, ``[T, size]`` (None: nothing). It returns these logits, and the hidden states for the next rows.
-LoopForward = Callable[[RaggedBatch, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+# A forward of a drafting loop, with or without a graph. It takes a batch, what its rows take besides their tokens,
+# ``[T, size]`` (None: nothing), and the rows whose logits are wanted (None: all). It returns these logits, and what the
+# rows that follow take.
+LoopForward = Callable[[RaggedBatch, Any, Tensor | None], tuple[Tensor, Any]]
 
 
 def drafting_loop(
@@ -80,12 +81,12 @@ def drafting_loop(
     sampling = sampling and first_of(sampling, inputs.one_each)
     last_rows = (first.cu_seqlens_q[1 : inputs.one_each + 1] - 1).long()
     one_each = torch.arange(inputs.one_each + 1, dtype=torch.int32, device=last_rows.device)
-    logits, hidden = forward(first, last_rows, carried)
-    hidden = None if hidden is None else hidden[last_rows]
+    logits, carried = forward(first, carried, last_rows)
+    carried = None if carried is None else carried[last_rows]
     chosen = [choose(logits, sampling, first.token_ids[last_rows], one_each)]
     for batch_of in later_batches(first, one_each, num_forwards - 1, page_size):
         sampling = sampling and after(sampling, chosen[-1])
-        logits, hidden = forward(batch_of(token_ids=chosen[-1]), None, hidden)
+        logits, carried = forward(batch_of(token_ids=chosen[-1]), carried, None)
         chosen.append(choose(logits, sampling, chosen[-1], one_each))
     return (torch.stack(chosen, dim=1),)
 

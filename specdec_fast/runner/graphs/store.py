@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_fast.freed_memory import is_out_of_memory
 from specdec_fast.kv_cache.page_pool import PagePool
-from specdec_fast.runner.graphs.buckets import Limits
+from specdec_fast.runner.graphs.buckets import GraphLimits
 from specdec_fast.runner.graphs.capture import Capture, Captured, Run
 from specdec_fast.runner.graphs.inputs import Inputs
 
@@ -67,16 +67,19 @@ class GraphStore:
 
     Attributes:
         why_not: the same, or why one could not be recorded; None if there can be graphs.
+        asked: kinds of graphs that a batch has needed before; the next one of such a kind is recorded.
 
     """
 
-    def __init__(self, capture: Capture, limits: Limits, why_not: str | None = None, is_sharded: bool = False) -> None:
+    def __init__(
+        self, capture: Capture, limits: GraphLimits, why_not: str | None = None, is_sharded: bool = False
+    ) -> None:
         self._capture = capture
         self._limits = limits
         self._is_sharded = is_sharded
         self.why_not = why_not
         self._graphs: dict[Hashable, Recorded] = {}
-        self._asked: set[Hashable] = set()
+        self.asked: set[Hashable] = set()
         # No reference to the pool itself, so that its memory is free before another pool is allocated.
         self._pool: Callable[[], PagePool | None] = lambda: None
         self._num_growths = 0  # of the pool's state slots
@@ -110,11 +113,11 @@ class GraphStore:
         graph = self._graphs.get(kind)
         if graph is not None:
             fill(graph.inputs, graph.own)
-        elif kind in self._asked:
+        elif kind in self.asked:
             graph = self._recorded(prepare, fill)
             if graph is not None:
                 self._graphs[kind] = graph
-        self._asked.add(kind)
+        self.asked.add(kind)
         return graph
 
     def _recorded(

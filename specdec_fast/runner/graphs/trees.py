@@ -65,8 +65,7 @@ def tree_loop(
     batch_size = inputs.one_each
     carried = parts.project(features)
     last_rows = (first.cu_seqlens_q[1 : batch_size + 1] - 1).long()
-    logits, hidden = parts.forward(first, last_rows, carried)
-    assert hidden is not None
+    logits, hidden = parts.forward(first, carried, last_rows)
     rows = DraftRows(first.token_ids[last_rows], carried[last_rows], parts.max_nodes + 1)
     results = hidden[last_rows][:, None]
     growth = parts.growth()
@@ -86,8 +85,7 @@ def tree_loop(
         batch = _batch(first, batch_size, rows, page_size)
         num_rows = rows.tokens.shape[1]
         wanted = (rows.frontier + num_rows * torch.arange(batch_size, device=ids.device)[:, None]).flatten()
-        logits, hidden = parts.forward(batch, wanted, rows.inputs.flatten(0, 1))
-        assert hidden is not None
+        logits, hidden = parts.forward(batch, rows.inputs.flatten(0, 1), wanted)
         results = hidden.unflatten(0, (batch_size, num_rows))
     return tuple(named)
 

@@ -74,7 +74,7 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
     weights = random_clover(**options)
     engine = sd.Engine(model, f"clover:{write_clover(tmp_path, weights, VOCAB_SIZE)}", max_batch_size=4, **config)
     assert engine.drafter.describe()["forward_program"] is not config.get("enforce_eager", False)
-    compared = Compared(engine.core.drafter, model, weights)
+    compared = Compared(engine.core.drafting.drafter, model, weights)
     for output in engine.generate(PROMPTS, PARAMS):
         output.raise_for_error()
     assert compared.num_trees > 25
@@ -85,14 +85,14 @@ def test_proposals_are_those_of_the_formulas(tmp_path, model, options, config):
 def test_a_shared_output_layer_has_the_sign_that_it_shows(model, folder):
     lazy = with_lazy_weights(tiny_model("llama"))
     engine = sd.Engine(lazy, f"clover:{folder}", max_batch_size=4, draft_tree=TREE, enforce_eager=True)
-    compared = Compared(engine.core.drafter, model, random_clover())
+    compared = Compared(engine.core.drafting.drafter, model, random_clover())
     for output in engine.generate(PROMPTS[:4], PARAMS[:4]):
         output.raise_for_error()
     assert compared.num_trees > 5
 
 
 def test_which_tree_is_drafted(tmp_path, target, folder, monkeypatch):
-    drafter = make_drafter(str(folder), target, EngineConfig(), target.ops, None)
+    drafter = make_drafter(str(folder), target, EngineConfig(), None)
     assert isinstance(drafter, CloverDrafter), "config.json says which kind it is"
     assert drafter.tree.choices == [(0,), (0, 0), (0, 0, 0), (1,)]
     assert drafter.max_nodes == drafter.describe()["num_heads"] + 1 == 4

@@ -43,7 +43,7 @@ def load(folders, target, kind, **settings):
     text = path.read_text()
     try:
         path.write_text(json.dumps(json.loads(text) | settings))
-        return make_drafter(f"{kind}:{path.parent}", target, EngineConfig(), target.ops, None)
+        return make_drafter(f"{kind}:{path.parent}", target, EngineConfig(), None)
     finally:
         path.write_text(text)
 
@@ -124,4 +124,4 @@ def test_a_tree_beyond_the_vocabulary(folders, target, name, choices):
 def test_deep_brackets(tmp_path, target, kind, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(sd.ConfigError, match=r"cannot read .*config\.json"):
-        make_drafter(f"{kind}:{tmp_path}", target, EngineConfig(), target.ops, None)
+        make_drafter(f"{kind}:{tmp_path}", target, EngineConfig(), None)

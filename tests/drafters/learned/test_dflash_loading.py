@@ -51,7 +51,7 @@ def test_a_folder_is_recognised_and_a_prefix_is_understood(tmp_path, model, targ
     write_checkpoint(tmp_path, model, kind, draft_vocab_size=30)
     assert is_dflash(tmp_path)
     for draft in (str(tmp_path), f"dflash:{tmp_path}", tmp_path):
-        drafter = make_drafter(draft, target, EngineConfig(), target.ops, None)
+        drafter = make_drafter(draft, target, EngineConfig(), None)
         assert isinstance(drafter, DFlashDrafter)
         assert drafter.name == f"dflash:{tmp_path}"
         assert drafter.describe()["block_size"] == 6

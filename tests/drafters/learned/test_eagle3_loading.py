@@ -183,7 +183,7 @@ def test_a_folder_is_recognised_and_a_prefix_is_understood(tmp_path, model, targ
     write_checkpoint(tmp_path, model, kind)
     assert is_eagle3(tmp_path)
     for draft in (str(tmp_path), f"eagle3:{tmp_path}", tmp_path):
-        drafter = make_drafter(draft, target, EngineConfig(), target.ops, None)
+        drafter = make_drafter(draft, target, EngineConfig(), None)
         assert isinstance(drafter, Eagle3Drafter)
         assert drafter.name == f"eagle3:{tmp_path}"
 

@@ -24,7 +24,7 @@ def folder(tmp_path, model):
 
 def shapes_of(engine):
     """Let an engine record every draft: the most nodes of the step's trees, and the parents, None for a chain."""
-    shapes, propose = [], engine.core.drafter.propose_trees
+    shapes, propose = [], engine.core.drafting.drafter.propose_trees
 
     def recorded(sequences, limits, node_limits):
         draft = propose(sequences, limits, node_limits)
@@ -33,7 +33,7 @@ def shapes_of(engine):
         shapes.extend((max(node_limits), shape) for shape, count in zip(own, counts, strict=True) if count)
         return draft
 
-    engine.core.drafter.propose_trees = recorded
+    engine.core.drafting.drafter.propose_trees = recorded
     return shapes
 
 

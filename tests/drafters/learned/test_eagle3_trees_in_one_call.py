@@ -36,14 +36,14 @@ SETTINGS = {
 def drafts_of(model, folder, params, in_one_call=True, **settings):
     """Return the outputs of an engine, and every draft of trees."""
     engine, drafts = sd.Engine(model, folder, num_draft_tokens=4, max_batch_size=3, **settings), []
-    propose = engine.core.drafter.propose_trees
+    propose = engine.core.drafting.drafter.propose_trees
 
     def recorded(*args):
         drafts.append(propose(*args))
         return drafts[-1]
 
-    engine.core.drafter.propose_trees = recorded
-    engine.core.drafter.drafts_in_one_call &= in_one_call
+    engine.core.drafting.drafter.propose_trees = recorded
+    engine.core.drafting.drafter.drafts_in_one_call &= in_one_call
     outputs = engine.generate(PROMPTS, [sd.SamplingParams(max_new_tokens=n + 9, **p) for n, p in enumerate(params)])
     return [output.raise_for_error().token_ids for output in outputs], drafts
 
@@ -90,9 +90,9 @@ def test_rows_without_numbers_get_no_children(tmp_path, model, temperatures, enf
     params = [{"temperature": temperatures[i % len(temperatures)], "seed": i} for i in range(len(PROMPTS))]
     expected, _ = drafts_of(model, str(tmp_path), params, draft_tree=6)
     engine = sd.Engine(model, str(tmp_path), num_draft_tokens=4, draft_tree=6, enforce_eager=enforce_eager)
-    assert (engine.core.drafter.rows.program is None) == enforce_eager
+    assert (engine.core.drafting.drafter.rows.program is None) == enforce_eager
     with torch.inference_mode():
-        for weight in engine.core.drafter.weights():  # the program reads them in place
+        for weight in engine.core.drafting.drafter.weights():  # the program reads them in place
             if weight.is_floating_point():
                 weight.fill_(float("nan"))
     outputs = engine.generate(PROMPTS, [sd.SamplingParams(max_new_tokens=n + 9, **p) for n, p in enumerate(params)])

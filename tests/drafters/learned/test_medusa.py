@@ -29,7 +29,7 @@ def load(target, folder, **config):
 
 class Compared(ComparedTrees):
     def __init__(self, engine, model, heads, token_map=None):
-        super().__init__(engine.core.drafter, model)
+        super().__init__(engine.core.drafting.drafter, model)
         self.heads, self.token_map = heads, token_map
 
     def compare(self, s, tokens, shape):
@@ -92,7 +92,7 @@ def test_a_smaller_vocabulary_is_mapped(tmp_path, model):
 def test_every_format_loads_alike(tmp_path, target, kind, bias):
     heads = random_heads(VOCAB_SIZE, HIDDEN, num_heads=4, num_blocks=2, bias=bias)
     folder = write_heads(tmp_path, named(heads, kind), kind)
-    drafter = make_drafter(str(folder), target, EngineConfig(), target.ops, None)
+    drafter = make_drafter(str(folder), target, EngineConfig(), None)
     assert isinstance(drafter, MedusaDrafter)
     assert drafter.describe()["num_heads"] == 4, "counted by the weights: config.json says 9"
     expected = [part for blocks, output in heads for part in (output, *(p for block in blocks for p in block))]

@@ -139,14 +139,14 @@ def test_names(folder, target):
     config = EngineConfig()
     for draft in ("mtp", "mtp:x", "mtp:ab"):
         assert checked_draft(draft, config) == draft
-    drafter = make_drafter(f"mtp:{folder}", target, config, OPS, None)
+    drafter = make_drafter(f"mtp:{folder}", target, config, None)
     assert (type(drafter), drafter.name) == (MtpDrafter, f"mtp:{folder}")
     assert not CHECKPOINT_DRAFTERS["mtp"][1](folder), "a folder alone is a model"
 
 
 def test_the_targets_own_checkpoint(folder):
     loaded = RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), OPS)
-    drafter = make_drafter("mtp", loaded, EngineConfig(), OPS, None)
+    drafter = make_drafter("mtp", loaded, EngineConfig(), None)
     assert drafter.name == "mtp"
     assert drafter.describe()["mtp_format"] == "deepseek"
 
@@ -154,7 +154,7 @@ def test_the_targets_own_checkpoint(folder):
 def test_a_target_made_in_memory_has_no_checkpoint():
     loaded = RaggedModel(Case("qwen2").target, OPS)
     with pytest.raises(sd.ConfigError, match=r"made in memory; pass 'mtp:FOLDER'"):
-        make_drafter("mtp", loaded, EngineConfig(), OPS, None)
+        make_drafter("mtp", loaded, EngineConfig(), None)
 
 
 def test_settings_that_it_does_not_read_are_refused(folder):

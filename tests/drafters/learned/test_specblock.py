@@ -68,7 +68,7 @@ class Compared:
 
     def __init__(self, engine, model, weights, outputs, is_chain=False):
         self.outputs, self.rng = {tuple(o.prompt_ids): o.token_ids for o in outputs}, random.Random(0)
-        self.drafter, self.model, self.weights, self.is_chain = engine.core.drafter, model, weights, is_chain
+        self.drafter, self.model, self.weights, self.is_chain = engine.core.drafting.drafter, model, weights, is_chain
         self.propose, self.num_trees, self.num_nodes, self.deepest = self.drafter.propose_trees, 0, 0, 0
         self.drafter.propose_trees = self
 

@@ -26,7 +26,7 @@ from support.specblock import HIDDEN, K, write_checkpoint
 def test_a_folder_is_recognised(tmp_path, model, target, draft_vocab_size):
     write_checkpoint(tmp_path, model, draft_vocab_size=draft_vocab_size)
     for draft in (str(tmp_path), f"specblock:{tmp_path}", tmp_path):
-        drafter = make_drafter(draft, target, EngineConfig(), target.ops, None)
+        drafter = make_drafter(draft, target, EngineConfig(), None)
         assert isinstance(drafter, SpecBlockDrafter)
         assert drafter.name == f"specblock:{tmp_path}"
     write_eagle3(tmp_path / "eagle3", model, draft_vocab_size=40)

@@ -64,7 +64,7 @@ def simulated(tmp_path, model, target, mtp_case):
             unchecked = own_target.ops.without_checks
             own_target.ops = replace(own_target.ops, unchecked=unchecked.replaced(append_kv_=append(unchecked)))
         context = DrafterContext(own_target, EngineConfig(**config))
-        drafter = make_drafter(f"{kind}:{folder}", own_target, context.config, own_target.ops, None)
+        drafter = make_drafter(f"{kind}:{folder}", own_target, context.config, None)
         return SimulatedEngine(own_model, drafter, expected)
 
     return make

@@ -103,7 +103,7 @@ def expected(tiny):
     ahead=[False, True],
 )
 def test_no_entry_beyond_the_committed_ones_is_read(tiny, expected, monkeypatch, draft, method, config, ahead):
-    monkeypatch.setattr(EngineCore, "_overlap", ahead)
+    monkeypatch.setattr(EngineCore, "launches_ahead", ahead)
     engine = sd.Engine(tiny, draft, **{"max_batch_size": 4, "method": method, **config})
     poisoned = Poisoned(engine)
     assert results(engine.generate(PROMPTS, PARAMS)) == expected
