@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from specdec_fast.results import GenerationOutput, StreamChunk
 from specdec_fast.server.protocol import ChatBody, CompletionBody, RequestBody
 from specdec_fast.server.tool_calls.choosing import CallReading
-from specdec_fast.server.tool_calls.formats import ToolCall, ToolFormat
+from specdec_fast.server.tool_calls.formats import Tool, ToolCall, ToolFormat
 from specdec_fast.server.tool_calls.reading import reader_of
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -314,11 +314,13 @@ class ChatAnswer(Answer):
     body: ChatBody
     _format: ToolFormat | None = None
     _ends: Collection[str] = ()
+    _tools: Sequence[Tool] = ()
 
     def read_calls(self, reading: CallReading) -> None:
         if self.body.reads_calls(reading.format):
             self._format = reading.format
             self._ends = reading.ends
+            self._tools = () if self.body.tool_use is None else self.body.tool_use.tools
             self._readers: dict[int, Any] = {}
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
@@ -326,7 +328,7 @@ class ChatAnswer(Answer):
         if self._format is None:
             return body
         for choice in body["choices"]:
-            reader = reader_of(self._format, self._ends)
+            reader = reader_of(self._format, self._ends, self._tools)
             content, calls = reader.add(choice["message"]["content"], is_last=True)
             if calls := self._shown_calls(calls, 0):
                 choice["message"]["tool_calls"] = calls
@@ -337,7 +339,7 @@ class ChatAnswer(Answer):
     def event(self, index: int, chunk: StreamChunk, prompt_ids: list[int]) -> dict[str, Any] | None:
         if self._format is None:
             return super().event(index, chunk, prompt_ids)
-        reader = self._readers.setdefault(index, reader_of(self._format, self._ends))
+        reader = self._readers.setdefault(index, reader_of(self._format, self._ends, self._tools))
         num_before = reader.num_calls
         content, found = reader.add(chunk.text or "", is_last=chunk.finish_reason is not None)
         calls = self._shown_calls(found, num_before)
@@ -366,7 +368,7 @@ class ChatAnswer(Answer):
             calls = calls[: max(0, use.most - num_before)]
         return [
             {
-                "id": self._format.call_id(uuid.uuid4().hex),
+                "id": call.id or self._format.call_id(uuid.uuid4().hex),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

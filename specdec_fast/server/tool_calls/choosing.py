@@ -33,7 +33,14 @@ class CallReading:
         template = chat_template or getattr(tokenizer, "chat_template", None) or ""
         self.format: ToolFormat | None = FORMATS[name]() if name else format_of_template(str(template))
         decode = getattr(tokenizer, "decode", None)
+        if self.format is not None and _special_texts(tokenizer).intersection(self.format.marks):
+            self.format.has_special_tokens = True
         self.ends = [str(decode([token])) for token in eos_ids] if callable(decode) and self.format is not None else []
+
+
+def _special_texts(tokenizer: Any | None) -> set[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {word.content for word in added.values() if word.special}
 
 
 def expect_format(name: str | None) -> None:
