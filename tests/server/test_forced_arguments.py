@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 
 import jsonschema
 import pytest
@@ -11,12 +12,15 @@ from hypothesis import strategies as st
 
 import specdec_fast as sd
 from specdec_fast.server.constraints import ToolChoice, constraint_of
+from specdec_fast.server.tool_calls.choosing import CallReading
 from specdec_fast.server.tool_calls.formats import FORMATS, Tool, argument_elements
+from specdec_fast.server.tool_calls.formats.narrow_patterns import NEVER, narrowed
 from specdec_fast.server.tool_calls.reading import reader_of
 from specdec_fast.structured_outputs.compiling import Grammars
 from support.grammar_walks import Walker
 from support.grids import each_value_once
 from support.schemas import SCHEMAS
+from support.tool_templates import written
 
 pytest.importorskip("xgrammar")
 
@@ -24,6 +28,7 @@ EOS = 1
 SIZE = 1024
 TAGGED = ("qwen3_coder", "glm45", "glm47", "minimax_m2", "deepseek_v32")
 MARKS = (
+    "<tool_call>\n<function=f>\n<parameter=a>\n", "</parameter>\n<parameter=b>\n",
     "\n</parameter>\n", "</arg_value>", "</｜DSML｜parameter>", "<parameter=b>\n", "</function>\n</tool_call>", "</",
     "</invoke>", "</minimax:tool_call>", "</｜DSML｜invoke>", "null", "5", '{"a": "', "None", '"', "\n",
 )  # fmt: skip
@@ -62,13 +67,13 @@ def parameters(required=("a", "b"), **properties):
     }
 
 
-def expect_valid(name, tool, text):
-    """Read a text, and compare its arguments with the schema of the function."""
+def read_arguments(name, tool, text):
+    """Return the arguments of the only call in a text."""
     content, calls = reader_of(FORMATS[name](), [], [tool]).add(text, is_last=True)
     assert content == "", text
     (call,) = calls
     assert call.name == tool.name
-    jsonschema.validate(json.loads(call.arguments), tool.parameters)
+    return json.loads(call.arguments)
 
 
 def expect_walks_valid(name, schema, grammars, walker, seeds):
@@ -78,7 +83,7 @@ def expect_walks_valid(name, schema, grammars, walker, seeds):
     texts = [walker.text(grammars.masks(asked, [EOS]), seed) for seed in seeds]
     whole = [text for text in texts if text is not None]
     for text in whole:
-        expect_valid(name, tool, text)
+        jsonschema.validate(read_arguments(name, tool, text), tool.parameters)
     return len(whole)
 
 
@@ -153,16 +158,102 @@ def test_arguments_of_random_schemas_are_valid_or_refused(schema, seed, name, gr
 
 def test_a_grammar_that_lets_a_mark_through_is_found(grammars, walker, monkeypatch):
     """The control: the walks find what is wrong, if a text may contain the mark of its end."""
-    tool = Tool("f", parameters(a={"type": "string", "maxLength": 40}, b={"type": "string"}))
+    tool = Tool("f", parameters(a={"type": "string", "minLength": 9, "maxLength": 60}, b={"type": "string"}))
     monkeypatch.setattr(argument_elements, "NEVER", "\x01")
     asked = forced("qwen3_coder", [tool])
 
-    def is_valid(seed):
-        text = walker.text(grammars.masks(asked, [EOS]), seed)
-        try:
-            expect_valid("qwen3_coder", tool, text)
-        except (AssertionError, ValueError, jsonschema.ValidationError):
-            return False
-        return True
+    texts = [walker.text(grammars.masks(asked, [EOS]), seed) for seed in range(60)]
+    found = [read_arguments("qwen3_coder", tool, text) for text in texts if text is not None]
+    assert not all(jsonschema.Draft202012Validator(tool.parameters).is_valid(each) for each in found)
 
-    assert not all(is_valid(seed) for seed in range(40))
+
+@pytest.mark.parametrize(
+    ("schema", "place", "message"),
+    [
+        (parameters(a={"type": "string", "pattern": "^<[a-z]+>$"}), "#/properties/a/pattern", "asks for '<'"),
+        (parameters(a={"type": "string", "pattern": r"^[\S,]+$"}), "#/properties/a/pattern", "in a class"),
+        (parameters(a={"enum": ["</parameter>"]}), "#/properties/a", "</parameter>, which ends a value"),
+        (parameters(a={"enum": ["5", 5]}), "#/properties/a", "'5' would be read as a value of another type"),
+        (parameters(a={"type": ["string", "integer"], "minimum": 3}), "#/properties/a", "leave out the limits"),
+        (parameters(a={"type": "string", "format": "json-pointer"}), "#/properties/a/format", "'json-pointer'"),
+        ({"type": "object", "properties": {"a<": {}}}, "#/properties/a<", "cannot be written"),
+        ({"anyOf": [{"type": "object"}]}, "#/anyOf", "name each of them"),
+        ({"type": "array"}, "#/type", "an object"),
+        ({"type": "object", "patternProperties": {"^a": {}}}, "#/patternProperties", "name each of them"),
+        ({**parameters(("b",), a={}, b={}), "minProperties": 2}, "#/minProperties", "name required parameters"),
+        ({**parameters(a={}, b={}), "maxProperties": 1}, "#/maxProperties", "leave it out"),
+    ],
+)
+def test_what_cannot_be_guaranteed_is_named(schema, place, message):
+    with pytest.raises(sd.GrammarError) as caught:
+        forced("qwen3_coder", [Tool("g", {"type": "object"}), Tool("f", schema)])
+    assert caught.value.place == place
+    assert str(caught.value).startswith(f"tools.1.function.parameters: {place}: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^[A-Z]{3}$", "^[A-Z]{3}$"),
+        ("a.b", rf"a[^{NEVER}\n\r]b"),
+        ("[^ab]", f"[^{NEVER}ab]"),
+        (r"[\s\S]*|\.", rf"[^{NEVER}]*|\."),
+        ("[ -~]", "[ -;=-~]"),
+        ("[!-<]|[<-z]|[a<]", "[!-;]|[=-z]|[a]"),
+        (r"[\x20-\u007e]", r"[\x20-;=-\u007e]"),
+        (r"[\w.-]+\D", rf"[\w.-]+[^{NEVER}0-9]"),
+        ("[]a]", "[]a]"),
+    ],
+)
+def test_patterns_are_narrowed_to_texts_without_marks(pattern, expected):
+    assert narrowed(pattern) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern", ["<", r"\x3c", r"\u{3c}", "[<]", "(?<a>b)", "[a", "\\", r"\p{L}", r"[\W]", r"[\d-z]"]
+)
+def test_patterns_of_which_too_little_is_known_are_refused(pattern):
+    with pytest.raises(ValueError, match=r"it (asks|has|ends)"):
+        narrowed(pattern)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_surrogates_count_as_what_they_decode_to(name):
+    """Three bytes that are one surrogate decode to three characters, so a text of one character has none."""
+    xgrammar = pytest.importorskip("xgrammar")
+    vocabulary = [bytes([code]) for code in range(256)] + [b"<end>"]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[256]), max_threads=1)
+    element = FORMATS[name]().calls([Tool("f", parameters(a={"type": "string", "maxLength": 1}))], 1)
+    compiled = compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": element}))
+
+    def accepts(value):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        text = written(name, ("f", {"a": "@"})).strip("\n")
+        return all(matcher.accept_token(code) for code in text.encode().replace(b"@", value))
+
+    assert accepts("\ud7ff".encode())
+    assert not accepts("\ud800".encode(errors="surrogatepass"))
+
+
+def test_strict_calls_follow_the_schema_in_free_text(grammars, walker):
+    """Whatever stands before them, and where a model leaves out the mark before a call."""
+    tool = Tool("f", parameters(a={"type": "string", "maxLength": 5}))
+    asked = forced("qwen3_coder", [tool], is_strict=True)
+    for seed in range(12):
+        text = walker.text(grammars.masks(asked, [EOS]), seed, begin="I call it.\n<tool_call>\n<function=f>\n")
+        content, calls = reader_of(FORMATS["qwen3_coder"](), [], [tool]).add(text or "", is_last=True)
+        assert content.startswith("I call it.") == bool(calls) == (text is not None)
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), tool.parameters)
+    (mask,) = grammars.masks(asked, [EOS])
+    tokens = grammars._tokenizer("x <function=f>", add_special_tokens=False).input_ids
+    assert not all(mask.advance(token) for token in tokens)
+
+
+def test_marks_that_are_special_tokens_are_kept(tokenizer):
+    special = deepcopy(tokenizer)
+    assert not CallReading("qwen3_coder", special, []).format.has_special_tokens
+    special.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
+    assert CallReading("qwen3_coder", special, []).format.has_special_tokens
+    assert not FORMATS["qwen3_coder"]().has_special_tokens

@@ -29,10 +29,14 @@ class Walker:
         self._left_out = {token for token, word in _bytes_of(tokenizer).items() if b"\xed" in word}
         self._ends = [tokenizer(text, add_special_tokens=False).input_ids for text in ('"', "}", "]", "0", "true", "x")]
 
-    def text(self, masks, seed, num_free=60):
-        """Return one text that follows all masks; its first tokens are free, the others hurry to its end."""
+    def text(self, masks, seed, begin="", num_free=60):
+        """Return one text that follows all masks; its first tokens are free, the others hurry to its end.
+
+        It begins with ``begin``. If it comes to no end, return None.
+        """
         random = Random(seed)
-        tokens: list[int] = []
+        tokens = self._taken(masks, self._tokenizer(begin, add_special_tokens=False).input_ids)
+        assert self._tokenizer.decode(tokens) == begin
         while len(tokens) < _MOST_TOKENS:
             allowed = self._allowed(masks)
             assert len(allowed), f"nothing may follow {self._tokenizer.decode(tokens)!r}"
