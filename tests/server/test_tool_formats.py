@@ -139,6 +139,9 @@ def test_a_stream_shows_content_as_soon_as_it_is_certain():
     reader = reader_of(FORMATS["openai"](), ENDS)
     assert reader.add("<|channel|>final<|message|>Hel") == ("Hel", [])
     assert reader.add("lo<|ret") == ("lo", [])
+    reader = reader_of(FORMATS["qwen3_coder"](), ENDS)
+    assert reader.add("Write <function=f>") == ("Write", [])
+    assert reader.add(" to call it.") == (" <function=f> to call it.", [])
 
 
 @pytest.mark.parametrize(
@@ -312,6 +315,14 @@ def test_values_are_converted_by_the_schema(schema, text, value):
     parsed = json.loads(call.arguments, parse_int=lambda digits: int(digits) if len(digits) < 99 else digits)
     assert parsed == {"a": value}
     assert type(parsed["a"]) is type(value)
+
+
+def test_a_schema_of_any_depth_is_read():
+    deep = {"type": "string"}
+    for _ in range(5000):
+        deep = {"anyOf": [deep]}
+    tool = Tool("f", {"properties": {"a": deep}})
+    assert "string" in tool.types["a"]
 
 
 @pytest.mark.parametrize("size", [None, 1])

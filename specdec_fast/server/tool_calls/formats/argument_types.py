@@ -53,7 +53,10 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
         schema: of a parameter; it may be wrong, as one that is only shown to the model.
         root: the schema that holds it, for references.
     """
-    return _types_of(schema, root, set()) or ANY_TYPE
+    try:
+        return _types_of(schema, root, set()) or ANY_TYPE
+    except RecursionError:  # nothing limits how deep a schema is that is only shown to the model
+        return ANY_TYPE
 
 
 def _types_of(schema: Any, root: Any, seen: set[int]) -> frozenset[str]:

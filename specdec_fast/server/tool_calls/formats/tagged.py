@@ -140,6 +140,9 @@ class TaggedFormat(ToolFormat):
         if found is not None:
             arguments, stop = found
             return Taken([ToolCall(head[1], arguments)], stop)
+        place = after_space(text, head.end())
+        if place < len(text) and text[place] != "<":  # the mark is only mentioned
+            return Taken([], head.end())
         if not is_last:
             return None
         next_call = self.head.search(text, head.end())
