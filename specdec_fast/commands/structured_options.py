@@ -75,8 +75,8 @@ def add_answer_format_options(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         default=None,
         metavar="NAME",
-        help="how the model writes calls of tools: hermes, qwen3, llama3_json, mistral, mistral_args or openai "
-        "(default: as the chat template shows)",
+        help="how the model writes calls of tools, by vLLM's names: hermes, qwen3_coder, glm45, deepseek_v31, kimi_k2 "
+        "and others of docs/structured_outputs.md (default: as the chat template shows)",
     )
     parser.add_argument(
         "--reasoning-parser",

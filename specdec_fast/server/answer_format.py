@@ -49,6 +49,8 @@ class AnswerFormat:
         self.template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
         name = tool_call_parser
         self.calls: ToolFormat | None = FORMATS[name]() if name else format_of_template(self.template)
+        if self.calls is not None and _special_texts(tokenizer).intersection(self.calls.marks):
+            self.calls.has_special_tokens = True
         self.reasoning: Reasoning | None = None
         if reasoning_parser is not None:
             self.reasoning = REASONING_FORMATS.get(reasoning_parser)
@@ -58,6 +60,11 @@ class AnswerFormat:
         self.has_special_marks = bool(ids) and not ids.isdisjoint(special_ids(tokenizer))
         decode = getattr(tokenizer, "decode", None)
         self.ends = [str(decode([token])) for token in eos_ids] if callable(decode) else []
+
+
+def _special_texts(tokenizer: Any | None) -> set[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {word.content for word in added.values() if word.special}
 
 
 def _ids_of(tokenizer: Any | None, reasoning: Reasoning | None) -> set[int]:

@@ -369,7 +369,15 @@ class ChatAnswer(Answer):
         if index not in self._readers:
             reads_calls = self.body.reads_calls(self._format.calls)
             is_continued = bool(self.body.continue_final_message)
-            self._readers[index] = AnswerReader(self._format, reads_calls, self._tokenizer, prompt_ids, is_continued)
+            tools = () if self.body.tool_use is None else self.body.tool_use.tools
+            self._readers[index] = AnswerReader(
+                self._format,
+                self._tokenizer,
+                prompt_ids,
+                tools=tools,
+                reads_calls=reads_calls,
+                is_continued=is_continued,
+            )
         return self._readers[index]
 
     def _shown_reasoning(self, part: AnswerPart) -> dict[str, str]:
@@ -395,7 +403,7 @@ class ChatAnswer(Answer):
         assert self._format.calls is not None
         return [
             {
-                "id": self._format.calls.call_id(uuid.uuid4().hex),
+                "id": call.id or self._format.calls.call_id(uuid.uuid4().hex),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -67,7 +67,7 @@ def create_app(  # noqa: PLR0913  # options that are given by name
         stream_interval: least number of tokens in an event of a stream, except the first and the last event. With a
             larger number the server sends fewer events, and clients see a text later.
         max_request_bytes: largest size of a request's body.
-        tool_call_parser: how the model writes calls of functions, a name of ``server/tool_calls/formats.py``; None: as
+        tool_call_parser: how the model writes calls of functions, a name of ``server/tool_calls/formats/``; None: as
             the tokenizer's chat template shows.
         reasoning_parser: how it marks reasoning, a name of ``structured_outputs/reasoning.py``; ``"none"`` leaves it in
             the content; None: as the tokenizer's chat template shows.

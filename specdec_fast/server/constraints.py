@@ -117,7 +117,7 @@ def constraint_of(
     if asked is not None:
         raise GrammarError("structured_outputs: calls of tools are constrained, too; send tool_choice='none'.")
     for index, tool in enumerate(choice.tools):
-        _check_parameters(index, tool)
+        _check_parameters(index, tool, tool_format)
     tools = list(choice.tools)
     if choice.is_required:
         found = tool_format.calls(tools, choice.most)
@@ -189,9 +189,10 @@ def _json_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_WHITESPACE}
 
 
-def _check_parameters(index: int, tool: Tool) -> None:
+def _check_parameters(index: int, tool: Tool, tool_format: ToolFormat) -> None:
     try:
         check_schema(tool.parameters)
+        tool_format.check(tool)
     except GrammarError as error:
         reason = str(error).partition("json at ")[2]
         raise GrammarError(f"tools.{index}.function.parameters: {reason}", error.place) from None

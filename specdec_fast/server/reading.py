@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specdec_fast.server.answer_format import AnswerFormat
-from specdec_fast.server.tool_calls.formats import ToolCall
+from specdec_fast.server.tool_calls.formats import Tool, ToolCall
 from specdec_fast.server.tool_calls.reading import reader_of, without_end
 from specdec_fast.structured_outputs.reasoning import ReasoningReader, overlap, state_behind_prompt
 
@@ -25,9 +25,10 @@ class AnswerReader:
 
     Args:
         answer_format: how the model writes answers.
-        reads_calls: whether there may be calls.
         tokenizer: the target's; None if none is known.
         prompt_ids: the answer's prompt, which may have begun its reasoning.
+        tools: functions that the answer may call.
+        reads_calls: whether there may be calls, or other parts that the format of calls has.
         is_continued: whether the answer continues the last message of the prompt.
 
     Attributes:
@@ -37,9 +38,11 @@ class AnswerReader:
     def __init__(
         self,
         answer_format: AnswerFormat,
-        reads_calls: bool,
         tokenizer: Any | None,
         prompt_ids: list[int],
+        *,
+        tools: Sequence[Tool] = (),
+        reads_calls: bool = False,
         is_continued: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
@@ -47,7 +50,7 @@ class AnswerReader:
         self._held = ""  # content that may be a part of what ends the answer
         self._calls = None
         if reads_calls and answer_format.calls is not None:
-            self._calls = reader_of(answer_format.calls, answer_format.ends)
+            self._calls = reader_of(answer_format.calls, answer_format.ends, tools)
         self._reasoning: ReasoningReader | None = None
         if answer_format.reasoning is not None:
             state = state_behind_prompt(answer_format.reasoning, tokenizer, prompt_ids, is_continued)

@@ -21,7 +21,7 @@ _REFUSED = (
 )  # fmt: skip
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # What each type's own keywords are; they mean something only where the type is named.
-_OF_TYPE = {
+OF_TYPE = {
     "minimum": ("integer", "number"),
     "maximum": ("integer", "number"),
     "exclusiveMinimum": ("integer", "number"),
@@ -45,7 +45,7 @@ _OF_TYPE = {
     "maxProperties": ("object",),
 }
 _CHOOSING = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")  # each stands alone: xgrammar reads only the first
-_CONSTRAINTS = {*_OF_TYPE, *_CHOOSING, "type"}
+CONSTRAINTS = {*OF_TYPE, *_CHOOSING, "type"}
 _MOST_VALUES = 10_000  # of an enum
 _MOST_PROPERTIES = 1_000  # of an object
 _MOST_REPEATS = 10_000  # of minLength, maxItems and the like
@@ -95,7 +95,7 @@ class _Schema:
 
     def _check_choosing(self, schema: dict[str, Any], place: str, name: str) -> None:
         value = schema[name]
-        others = [other for other in schema if other in _CONSTRAINTS and other != name]
+        others = [other for other in schema if other in CONSTRAINTS and other != name]
         if name in ("enum", "const"):
             others = [other for other in others if other != "type"]
             values = value if name == "enum" else [value]
@@ -177,7 +177,7 @@ class _Schema:
 
     def _check_own(self, schema: dict[str, Any], place: str) -> None:
         types = _types_of(schema, place)
-        for name, of in _OF_TYPE.items():
+        for name, of in OF_TYPE.items():
             if name not in schema or (name == "additionalProperties" and schema[name] is True):
                 continue
             if not types and name in ("properties", "required", "items", "prefixItems", "additionalProperties"):

@@ -194,7 +194,7 @@ class SpecialTokens:
 def test_special_tokens_that_mark_reasoning_are_read():
     found = AnswerFormat(SpecialTokens(), [2])
     assert found.has_special_marks
-    reader = AnswerReader(found, False, SpecialTokens(), [4])
+    reader = AnswerReader(found, SpecialTokens(), [4])
     parts = [reader.add(SpecialTokens().decode([token]), [token]) for token in (0, 3, 3, 1, 4)]
     parts.append(reader.add("</s>", [2], is_last=True))
     assert "".join(part.reasoning for part in parts) == "HmHm"

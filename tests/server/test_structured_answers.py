@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import jsonschema
 import pytest
@@ -180,6 +181,42 @@ def test_arguments_are_json_that_follows_the_schema(engine, name, choice):
         (call,) = answer["message"]["tool_calls"]
         assert call["function"]["name"] == "note"
         jsonschema.validate(json.loads(call["function"]["arguments"]), NOTE["function"]["parameters"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_have_the_ids_that_the_model_writes(engine, stream):
+    """Kimi's templates show them again beside the results."""
+    app = create_app(engine, model_names=["demo"], tool_call_parser="kimi_k2")
+    body = {**CHAT, "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "stream": stream}
+    (exchange,) = served(app, ("/v1/chat/completions", body))
+    if stream:
+        deltas = [choice["delta"] for event in exchange.events[:-1] for choice in event["choices"]]
+        (call,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    else:
+        (call,) = exchange.json["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch(r"functions\.weather:[0-9]+", call["id"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_types_of_arguments_come_from_the_schema(engine, stream):
+    """Of a format that writes them as plain texts."""
+    app = create_app(engine, model_names=["demo"], tool_call_parser="qwen3_coder")
+    schema = {
+        "type": "object",
+        "properties": {"id": {"enum": ["12"]}, "count": {"enum": [7]}},
+        "required": ["id", "count"],
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = {**CHAT, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "stream": stream}
+    (exchange,) = served(app, ("/v1/chat/completions", body))
+    if stream:
+        content, (function,), reason = streamed(exchange)
+    else:
+        (choice,) = exchange.json["choices"]
+        content, reason = choice["message"]["content"] or "", choice["finish_reason"]
+        function = choice["message"]["tool_calls"][0]["function"]
+    assert (content, reason) == ("", "tool_calls")
+    assert json.loads(function["arguments"]) == {"id": "12", "count": 7}
 
 
 def test_a_call_or_a_schema(tools_app):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from specdec_fast.server.tool_calls.formats import HarmonyFormat, ToolCall, ToolFormat
+from specdec_fast.server.tool_calls.formats import HarmonyFormat, Tool, ToolCall, ToolFormat
 from specdec_fast.structured_outputs.reasoning import overlap
 
 _SPACE_AT_END = re.compile(r"\s*\Z")
@@ -21,11 +21,13 @@ class CallReader:
     Args:
         format: how the model writes calls.
         ends: texts of the tokens that end a request; a special token among them may stand at the end of the text.
+        tools: what may be called.
     """
 
-    def __init__(self, format: ToolFormat, ends: Collection[str] = ()) -> None:
+    def __init__(self, format: ToolFormat, ends: Collection[str] = (), tools: Sequence[Tool] = ()) -> None:
         self._format = format
         self._ends = [end for end in ends if end]
+        self._tools = tools
         self._held = ""  # text that is neither content nor a call yet
         self._has_content = False
         self.num_calls = 0  # that were returned
@@ -49,10 +51,10 @@ class CallReader:
                 self._held = kept if not is_last else ""
                 break
             self._held = self._held[len(certain) :]
-            found = self._format.take(self._held[len(kept) :], is_last)
+            found = self._format.take(self._held[len(kept) :], is_last, self._tools)
             if found is None:
                 break
-            if found.calls:
+            if found.calls or found.is_frame:
                 calls += found.calls
                 self.num_calls += len(found.calls)
                 self._held = self._held[len(kept) + found.length :]
@@ -65,11 +67,15 @@ class CallReader:
 
     def _next_mark(self) -> int | None:
         """Return where the next mark begins in the held text; None if there is none."""
-        places = [place for mark in self._format.marks if (place := self._held.find(mark)) >= 0]
+        places = [place for mark in self._marks() if (place := self._held.find(mark)) >= 0]
         if self._format.begins_text:
             lead = len(self._held) - len(self._held.lstrip())
             places = [place for place in places if place == lead and not self._has_content]
         return min(places, default=None)
+
+    def _marks(self) -> tuple[str, ...]:
+        """Return the texts with which calls begin or end here."""
+        return (*self._format.marks, *self._format.inner_marks) if self.num_calls else self._format.marks
 
     def _uncertain(self, before: str, is_last: bool, start: int | None) -> str:
         """Return the end of a text before a mark, or before more text, that may be no content."""
@@ -77,7 +83,7 @@ class CallReader:
         assert space is not None
         if start is not None or is_last:
             return space[0]
-        longest = max(overlap(before, text) for text in (*self._format.marks, *self._ends))
+        longest = max(overlap(before, text) for text in (*self._marks(), *self._ends))
         if longest:
             space = _SPACE_AT_END.search(before[: len(before) - longest])
             assert space is not None
@@ -133,9 +139,9 @@ class HarmonyReader:
         return content, calls
 
 
-def reader_of(format: ToolFormat, ends: Collection[str]) -> Any:
-    """Return a reader of one answer's text."""
-    return HarmonyReader(format, ends) if isinstance(format, HarmonyFormat) else CallReader(format, ends)
+def reader_of(format: ToolFormat, ends: Collection[str], tools: Sequence[Tool] = ()) -> Any:
+    """Return a reader of one answer's text, in which these functions may be called."""
+    return HarmonyReader(format, ends) if isinstance(format, HarmonyFormat) else CallReader(format, ends, tools)
 
 
 def without_end(text: str, ends: Collection[str]) -> str:
