@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isnan
 from time import perf_counter
 from typing import NamedTuple
 
@@ -213,10 +213,27 @@ def commit_emissions(
     emitted = []
     for sequence, counts, emission, own, values in zip(step.batch, drafted, emissions, rows, scores, strict=True):
         if sequence.request_id in live:
-            emitted.append((sequence, commit_emission(sequence, *counts, emission, values)))
-            if emission[-1] == INVALID_TOKEN and sequence.finish_reason is None:
-                sequence.fail(_why_no_token(step.verification, own[-1], sequence))
+            scored = emission if values is None else _cut_without_score(emission, values)
+            emitted.append((sequence, commit_emission(sequence, *counts, scored, values)))
+            if scored[-1] == INVALID_TOKEN and sequence.finish_reason is None:
+                is_whole = scored is emission
+                sequence.fail(_why_no_token(step.verification, own[-1], sequence) if is_whole else _no_score(sequence))
     return emitted
+
+
+def _cut_without_score(emission: list[int], scores: TokenScores) -> list[int]:
+    """Return an emission that ends, with ``INVALID_TOKEN``, before its first token whose log-probability is a NaN."""
+    first = next((i for i, value in enumerate(scores.logprobs) if isnan(value)), None)
+    return emission if first is None else [*emission[:first], INVALID_TOKEN]
+
+
+def _no_score(sequence: Sequence) -> InvalidLogitsError:
+    """Return the error of a request whose next token cannot be scored: its logit, or another one, is infinite."""
+    return InvalidLogitsError(
+        f"the target's logits after {sequence.length} tokens hold an infinity, so the next token has no "
+        "log-probability; check its weights, load it in a wider dtype (float16 overflows above 65504), or ask for no "
+        "logprobs."
+    )
 
 
 def _why_no_token(verification: Verification, row: int, sequence: Sequence) -> RequestError:
