@@ -156,7 +156,7 @@ class StepError(RequestError, RuntimeError):
 
 
 class InvalidLogitsError(RequestError, ArithmeticError):
-    """The target produced NaN logits for this request."""
+    """The target produced NaN logits for this request, or infinite ones where it asked for log-probabilities."""
 
 
 class NoAllowedTokenError(RequestError, ValueError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from copy import copy
 from queue import Empty, SimpleQueue
 from threading import RLock, get_ident
 from time import perf_counter
@@ -310,5 +311,7 @@ class SharedCore:
             lost = [request for request in self._calls if request not in kept]
         for request in lost:
             if request.error is None:
-                request.fail(error)
+                own = copy(error)  # whoever raises it adds to its traceback
+                own.__cause__ = error.__cause__
+                request.fail(own)
         self._deliver([StepOutput(request, [], "error") for request in lost])

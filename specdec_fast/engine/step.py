@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from math import isnan
 from time import perf_counter
 from typing import NamedTuple
 
@@ -106,16 +107,35 @@ def commit_emissions(
     for i, sequence in enumerate(step.batch):
         if sequence.request_id not in live:
             continue
-        num_accepted = len(emissions[i]) - 1
-        has_next = emissions[i][-1] != INVALID_TOKEN
-        tokens = emissions[i] if has_next else emissions[i][:-1]
+        own_scores = scores[i]
+        emission = emissions[i] if own_scores is None else _cut_without_score(emissions[i], own_scores)
+        num_accepted = len(emission) - 1
+        has_next = emission[-1] != INVALID_TOKEN
+        tokens = emission if has_next else emission[:-1]
         if tokens:
             num_drafted = step.draft.num_draft_tokens[i]
-            tokens = sequence.append_emission(num_drafted, num_accepted, tokens, scores[i], step.depths[i])
+            tokens = sequence.append_emission(num_drafted, num_accepted, tokens, own_scores, step.depths[i])
         emitted.append((sequence, tokens))
         if not has_next and sequence.finish_reason is None:
-            sequence.fail(_why_no_token(step.verification, rows[i][-1], sequence))
+            was_chosen = emission is not emissions[i]
+            row = rows[i][-1]
+            sequence.fail(_no_score(sequence) if was_chosen else _why_no_token(step.verification, row, sequence))
     return emitted
+
+
+def _cut_without_score(emission: list[int], scores: TokenScores) -> list[int]:
+    """Return an emission that ends, with ``INVALID_TOKEN``, before its first token whose log-probability is a NaN."""
+    first = next((i for i, value in enumerate(scores.logprobs) if isnan(value)), None)
+    return emission if first is None else [*emission[:first], INVALID_TOKEN]
+
+
+def _no_score(sequence: Sequence) -> InvalidLogitsError:
+    """Return the error of a request whose next token cannot be scored: its logit, or another one, is infinite."""
+    return InvalidLogitsError(
+        f"the target's logits after {sequence.length} tokens hold an infinity, so the next token has no "
+        "log-probability; check its weights, load it in a wider dtype (float16 overflows above 65504), or ask for no "
+        "logprobs."
+    )
 
 
 def _why_no_token(verification: Verification, row: int, sequence: Sequence) -> RequestError:

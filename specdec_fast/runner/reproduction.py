@@ -65,7 +65,8 @@ def check_reproduces(
             distances = _distances(ragged, dense, dim=(0, -1))
         distance = float(distances.max())
         if not distance <= bound:
-            why = why_not_reproduced(hf.dense_logits, token_ids, bound, bool(hf.layout.states))
+            embeddings = hf.model.get_input_embeddings()
+            why = why_not_reproduced(hf.dense_logits, token_ids, bound, bool(hf.layout.states), embeddings)
             raise UnsupportedModelError(
                 f"{name} does not reproduce its own {results} on a paged KV cache (relative "
                 f"distance {distance:.1e}, bound {bound:.1e}): {why}."

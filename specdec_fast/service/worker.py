@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from queue import SimpleQueue
 from threading import Lock
 from time import monotonic
@@ -81,16 +82,22 @@ class Worker:
         self._call.wake()
 
     def end(self, requests: Iterable[ServedRequest], error: RequestError) -> None:
-        """For any thread: let requests end with an error before the next step, or at once before they are encoded."""
-        requests = list(requests)
+        """For any thread: let requests end with an error before the next step, or at once before they are encoded.
+
+        Each gets an error of its own: whoever raises one adds to its traceback, which keeps the frames of the callers.
+        """
+        errors = {request: copy(error) for request in requests}
+        served = []
         with self._lock:
-            for request in requests:
-                request.error = error
-            served = [request.sequence for request in requests if request.is_served and request.sequence is not None]
-        self._call.end(served, error)
+            for request, own in errors.items():
+                request.error = own
+                if request.is_served and request.sequence is not None:
+                    served.append((request.sequence, own))
+        for sequence, own in served:
+            self._call.end([sequence], own)
         self._call.wake()
-        for request in requests:
-            self.refuse(request, error)
+        for request, own in errors.items():
+            self.refuse(request, own)
 
     def refuse(self, request: ServedRequest, error: Exception) -> None:
         """End a request at once, with an error, unless it is served or has ended; for any thread."""

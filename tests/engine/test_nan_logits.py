@@ -63,6 +63,35 @@ def test_only_the_request_with_nan_fails(pair, backend, draft, poisoned):
 
 
 @pytest.mark.parametrize("draft", ["model", None])
+def test_a_token_with_an_infinite_logit_has_no_log_probability(pair, draft):
+    """It can be chosen, as ``generate()`` of transformers does; its log-probability was a NaN, which no JSON holds."""
+    target = copy.deepcopy(pair[0])
+    compute = target.lm_head.forward
+    victim = None
+
+    def forward(rows):
+        logits = compute(rows)
+        best = logits.amax(dim=-1, keepdim=True)
+        if victim is None:
+            return logits
+        is_infinite = (logits == best) & (logits.argmax(dim=-1, keepdim=True) == victim)
+        return logits.masked_fill(is_infinite, math.inf)
+
+    target.lm_head.forward = forward
+    scored = sd.SamplingParams(max_new_tokens=18, ignore_eos=True, logprobs=True)
+    (whole,) = sd.Engine(target, None).generate([PROMPTS[0]], scored)
+    place = next(i for i in range(4, 18) if whole.token_ids[i] not in whole.token_ids[:i])
+    drafter = pair[1] if draft == "model" else None
+    engine = sd.Engine(target, drafter)
+    victim = whole.token_ids[place]
+    cut, free = engine.generate([PROMPTS[0]] * 2, [scored, sd.SamplingParams(max_new_tokens=18, ignore_eos=True)])
+    assert (cut.token_ids, cut.logprobs) == (whole.token_ids[:place], whole.logprobs[:place])
+    assert isinstance(cut.error, sd.InvalidLogitsError)
+    assert f"after {len(PROMPTS[0]) + place} tokens hold an infinity" in str(cut.error)
+    assert free.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("draft", ["model", None])
 def test_nan_in_the_middle_keeps_the_tokens_before_it(pair, draft):
     """The tokens that were chosen before the row with NaN stand, sampled ones too."""
     target = copy.deepcopy(pair[0])

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import traceback
 from dataclasses import replace
 from threading import Thread
 
@@ -232,6 +233,29 @@ def test_requests_of_a_loop_that_was_closed_are_dropped(pair):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@pytest.mark.parametrize("are_encoded", [False, True])
+def test_each_request_that_a_closed_engine_ends_has_an_error_of_its_own(pair, are_encoded, monkeypatch):
+    """One for all grew by the frames of every task that raised it, and each task's log printed those of all before."""
+    engine = sd.AsyncEngine(pair[0], None, max_batch_size=2)
+    gate = Gate(monkeypatch, engine)
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate([1, 2, 3 + i], MANY)) for i in range(40)]
+        await asyncio.sleep(0)
+        if are_encoded:
+            await until(lambda: num_served(engine) == 40)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        gate.open()
+        await closing
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    errors = [found if isinstance(found, Exception) else found.error for found in asyncio.run(run())]
+    assert all(isinstance(error, sd.RequestCancelledError) for error in errors)
+    assert len({id(error) for error in errors}) == 40
+    assert max(len(traceback.extract_tb(error.__traceback__)) for error in errors) < 10
+
+
 def test_an_engine_is_refused_in_a_fork(pair):
     engine = sd.AsyncEngine(*pair)
     params = sd.SamplingParams(max_new_tokens=5)
