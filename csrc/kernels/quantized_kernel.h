@@ -272,6 +272,12 @@ void multiply_whole(const QuantizedTask& task) {
 
 const QuantizedCode kCode = {multiply, nullptr, nullptr, nullptr, multiply_whole, offset_of, false};
 
+#ifdef SPECDEC_VNNI
+#include "kernels/quantized_chunks.h"
+
+const QuantizedCode kChunkCode = {multiply, nullptr, nullptr, nullptr, multiply_chunks, offset_of, false, kPreparedRows};
+#endif
+
 #ifdef SPECDEC_TILES
 #include "kernels/quantized_tiles.h"
 

@@ -11,7 +11,7 @@ namespace specdec {
 constexpr std::int64_t kMostPanels = 4;       // panels that a kernel multiplies at a time
 constexpr std::int64_t kScaleBlocks = 64;     // blocks whose scales are converted at a time; their codes stay in a cache
 constexpr std::int64_t kPassRows = 48;        // rows that vectors multiply with them meanwhile
-constexpr std::int64_t kPreparedRows = 192;   // rows that are prepared at a time, and those that tiles multiply meanwhile
+constexpr std::int64_t kPreparedRows = 192;   // rows that are prepared at a time; tiles and chunks multiply all of them meanwhile
 
 // Rows as the kernels read them. Inputs after the last one are zeros. Vectors read [rows, blocks, ...]; tiles read
 // [tiles, blocks, 16, ...], because a tile's rows lie together.
@@ -45,12 +45,14 @@ struct QuantizedCode {
   void (*multiply_whole)(const QuantizedTask&);  // weights times whole numbers
   int (*offset_of)(const PackedWeight&);         // what multiply_whole adds to values, to have no sign
   bool whole_tiles;                              // whether multiply_whole reads rows as tiles do
+  std::int64_t pass_rows = kPassRows;            // rows that it multiplies with a part of the weights while that stays in a cache
 };
 
-// The code of one instruction set, by the number of rows: with tiles, 16 rows take as long as one.
+// The code of one instruction set, by the number of rows: with tiles, 16 rows take as long as one, and chunks are made for
+// some rows at least.
 struct QuantizedVersion {
   const QuantizedCode *numbers, *few_whole, *many_whole;
-  std::int64_t half_rows = 0, table_rows = 0, whole_rows = 0;  // from so many rows on, tiles are faster
+  std::int64_t half_rows = 0, table_rows = 0, whole_rows = 0;  // from so many rows on, the latter are faster
 
   std::int64_t least_half_rows(CodeKind kind) const { return kind == CodeKind::kTable ? table_rows : half_rows; }
 
@@ -70,7 +72,7 @@ namespace quantized_x86_64_v4 {
 extern const QuantizedCode kCode;
 }
 namespace quantized_avx512_vnni {
-extern const QuantizedCode kCode;
+extern const QuantizedCode kCode, kChunkCode;
 }
 namespace quantized_amx {
 extern const QuantizedCode kTileCode;

@@ -1,6 +1,7 @@
 #include "ops/quantized_linear.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -10,6 +11,7 @@
 #include "kernels/conversions.h"
 #include "kernels/multiversion.h"
 #include "kernels/quantized_work.h"
+#include "kernels/row_rounding.h"
 #include "kernels/versions.h"
 #include "ops/buffer.h"
 
@@ -25,11 +27,12 @@ std::vector<Versions<QuantizedVersion>::Version> usable() {
   const QuantizedCode *vnni = &quantized_avx512_vnni::kCode, *amx = &quantized_amx::kTileCode;
   // Measured: from so many rows on, tiles are faster; later where a look-up does not make the operands of tiles.
   constexpr std::int64_t kHalfRows = 6, kTableRows = 3, kWholeRows = 7;
+  constexpr std::int64_t kChunkRows = 4;  // measured on a Zen 4: from so many rows on, chunks are faster with VNNI
   if (__builtin_cpu_supports("x86-64-v3")) usable.push_back({"x86-64-v3", {v3, v3, v3}});
   if (__builtin_cpu_supports("x86-64-v4")) {
     usable.push_back({"x86-64-v4", {v4, v3, v3}});  // without VNNI, 512 bits lack an instruction that 256 bits have
     if (__builtin_cpu_supports("avx512vnni")) {
-      usable.push_back({"avx512-vnni", {v4, vnni, vnni}});
+      usable.push_back({"avx512-vnni", {v4, vnni, &quantized_avx512_vnni::kChunkCode, 0, 0, kChunkRows}});
       if (__builtin_cpu_supports("amx-int8") && permitted_amx()) usable.push_back({"amx", {amx, vnni, amx, kHalfRows, kTableRows, kWholeRows}});
     }
   }
@@ -38,8 +41,6 @@ std::vector<Versions<QuantizedVersion>::Version> usable() {
 }
 
 Versions<QuantizedVersion> versions("quantized_linear", usable());
-
-constexpr float kLeastRounded = 0x1p-100f;  // LEAST_ROUNDED in specdec_fast/ops/quantized_linear.py
 
 // `size` elements in memory of their own; none if it is 0.
 template <typename Element>
@@ -69,34 +70,6 @@ struct RowMemory {
   Array<std::int32_t> offsets;
 };
 
-// Rounds a block to whole numbers, and returns what one of them stands for: NaN if a number is not finite. Overwrites the
-// numbers.
-SPECDEC_MULTIVERSION
-float round_block(float* __restrict numbers, std::int64_t size, std::int8_t* __restrict whole, std::int32_t* __restrict sum) {
-  constexpr std::int32_t kInfinity = 0x7f800000;
-  constexpr float kWhole = 0x1.8p23f;  // adding it rounds to a whole number, half to even
-  std::int32_t bits = 0;  // those of the largest magnitude, which compare as magnitudes do
-  for (std::int64_t i = 0; i < size; ++i) bits = std::max(bits, bit_cast<std::int32_t>(numbers[i]) & 0x7fffffff);
-  const float largest = bit_cast<float>(bits);
-  const bool is_finite = bits < kInfinity;
-  *sum = 0;
-  if (!is_finite || largest < kLeastRounded) {
-    std::memset(whole, 0, static_cast<std::size_t>(size));
-    return is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
-  }
-  const float inverse = 127.0f / largest;
-  // Two loops: in one, the compiler would fuse product and sum, and round once where the contract rounds twice.
-  for (std::int64_t i = 0; i < size; ++i) numbers[i] *= inverse;
-  std::int32_t total = 0;
-  for (std::int64_t i = 0; i < size; ++i) {
-    const std::int32_t rounded = bit_cast<std::int32_t>(numbers[i] + kWhole) - bit_cast<std::int32_t>(kWhole);
-    whole[i] = static_cast<std::int8_t>(rounded);
-    total += rounded;
-  }
-  *sum = total;
-  return largest / 127.0f;
-}
-
 // The rows of a call, prepared for its kernel, up to kPreparedRows at a time.
 class Rows {
  public:
@@ -105,6 +78,7 @@ class Rows {
       : args_(args),
         by_tile_(stays_half || (args.weight.rounds_rows && code.whole_tiles)),
         stays_half_(stays_half),
+        pass_rows_(code.pass_rows),
         offset_(args.weight.rounds_rows ? code.offset_of(args.weight) : 0),
         memory_(by_tile_ ? most_rows(args.num_rows) : std::min(args.num_rows, kPreparedRows), args.weight, stays_half) {}
 
@@ -113,16 +87,17 @@ class Rows {
     return (std::min(num_rows, kPreparedRows) + kTileHeight - 1) / kTileHeight * kTileHeight;
   }
 
-  // Prepares row `row` of the call as row `to`.
-  void prepare(std::int64_t row, std::int64_t to) {
+  // Numbers that a thread keeps while it prepares rows.
+  std::int64_t own_numbers() const { return keeps_numbers() ? 0 : args_.weight.padded(); }
+
+  // Prepares row `row` of the call as row `to`; `own` is memory of this thread.
+  void prepare(std::int64_t row, std::int64_t to, float* own) {
     const PackedWeight& weight = args_.weight;
     const auto* from = static_cast<const char*>(args_.rows) + row * args_.row_stride * item_size(args_.dtype);
     const std::int64_t blocks = weight.num_blocks(), size = weight.block_size;
     if (stays_half_) copy_halves(from, to);
     if (stays_half_ && weight.mins == nullptr) return;
-    const bool is_kept = !weight.rounds_rows && !stays_half_;
-    const Array<float> own(is_kept ? 0 : weight.padded());
-    float* numbers = is_kept ? memory_.numbers.data() + to * weight.padded() : own.data();
+    float* numbers = keeps_numbers() ? memory_.numbers.data() + to * weight.padded() : own;
     widen_all(args_.dtype, from, numbers, weight.in_features);
     std::fill(numbers + weight.in_features, numbers + weight.padded(), 0.0f);
     if (!weight.rounds_rows) {
@@ -131,14 +106,10 @@ class Rows {
       }
       return;
     }
-    for (std::int64_t block = 0; block < blocks; ++block) {
-      const std::int64_t at = place(to, block);
-      std::int32_t sum;
-      const float step = round_block(numbers + block * size, size, memory_.whole.data() + at * size, &sum);
-      memory_.steps.data()[at] = step;
-      memory_.sums.data()[at] = step * static_cast<float>(sum);
-      memory_.offsets.data()[at] = -offset_ * sum;
-    }
+    const std::int64_t at = place(to, 0);
+    const RoundedRow rounded{memory_.whole.data() + at * size, memory_.steps.data() + at, memory_.sums.data() + at,
+                             memory_.offsets.data() + at, by_tile_ ? kTileHeight : 1, offset_};
+    (size == 16 ? round_blocks_of_16 : round_blocks_of_32)(numbers, blocks, rounded);
   }
 
   PreparedRows prepared(std::int64_t num_rows) const {
@@ -147,9 +118,11 @@ class Rows {
   }
 
   // Rows that are multiplied with a part of the weights while it stays in a cache.
-  std::int64_t pass_rows() const { return by_tile_ ? kPreparedRows : kPassRows; }
+  std::int64_t pass_rows() const { return by_tile_ ? kPreparedRows : pass_rows_; }
 
  private:
+  bool keeps_numbers() const { return !args_.weight.rounds_rows && !stays_half_; }
+
   // Of the blocks of all rows, the place of a row's block.
   std::int64_t place(std::int64_t row, std::int64_t block) const {
     const std::int64_t blocks = args_.weight.num_blocks();
@@ -169,6 +142,7 @@ class Rows {
 
   const QuantizedLinearArgs& args_;
   bool by_tile_, stays_half_;
+  std::int64_t pass_rows_;
   int offset_;
   RowMemory memory_;
 };
@@ -176,14 +150,35 @@ class Rows {
 constexpr std::int64_t kTotals = kPreparedRows * kMostPanels * kPanelOutputs;
 constexpr std::int64_t kScales = 2 * kMostPanels * kScaleBlocks * kPanelOutputs;
 
+// The totals of some rows, a row after the other, and where their outputs belong.
+struct Outputs {
+  const float *totals, *bias;
+  std::int64_t num_rows, row_totals;  // totals of a row, of which the first `count` are outputs
+  std::int64_t count;
+  void* to;
+  std::int64_t row_stride;  // elements
+};
+
 // Tiles and vectors make NaNs of other bits, and zeros of other signs: a bias of 0 makes every zero positive.
-SPECDEC_MULTIVERSION
-void add_bias(float* __restrict totals, const float* __restrict bias, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float total = totals[i] + bias[i];
-    totals[i] = total == total ? total : std::numeric_limits<float>::quiet_NaN();
+template <typename Format>
+SPECDEC_INLINE void store_outputs(const Outputs& outputs) {
+  const float* __restrict totals = outputs.totals;
+  const float* __restrict bias = outputs.bias;
+  auto* __restrict to = static_cast<typename Format::Storage*>(outputs.to);
+  for (std::int64_t row = 0; row < outputs.num_rows; ++row, totals += outputs.row_totals, to += outputs.row_stride) {
+    for (std::int64_t i = 0; i < outputs.count; ++i) {
+      const float total = totals[i] + bias[i];
+      to[i] = Format::store(total == total ? total : std::numeric_limits<float>::quiet_NaN());
+    }
   }
 }
+
+SPECDEC_MULTIVERSION
+void store_floats(const Outputs& outputs) { store_outputs<Float32>(outputs); }
+SPECDEC_MULTIVERSION
+void store_halves(const Outputs& outputs) { store_outputs<Float16>(outputs); }
+SPECDEC_MULTIVERSION
+void store_bfloats(const Outputs& outputs) { store_outputs<BFloat16>(outputs); }
 
 // Computes the outputs of some panels for the prepared rows, which begin at row `first` of the call.
 void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, std::int64_t first, std::int64_t first_panel,
@@ -193,18 +188,46 @@ void compute_panels(const QuantizedLinearArgs& args, const PreparedRows& rows, s
   const std::int64_t count = std::min(num_panels * kPanelOutputs, weight.out_features - output);
   float bias[kMostPanels * kPanelOutputs] = {};
   if (args.bias != nullptr) widen_all(args.dtype, static_cast<const char*>(args.bias) + output * item_size(args.dtype), bias, count);
+  const auto store = args.dtype == DType::kFloat32 ? store_floats : args.dtype == DType::kFloat16 ? store_halves : store_bfloats;
   for (std::int64_t row = 0; row < rows.num_rows; row += pass_rows) {
     const QuantizedTask task{&weight, &rows, row, std::min(pass_rows, rows.num_rows - row), first_panel, num_panels,
                              memory, memory + kTotals};
     multiply(task);
-    for (std::int64_t r = 0; r < task.num_rows; ++r) {
-      float* totals = task.totals + r * num_panels * kPanelOutputs;
-      add_bias(totals, bias, count);
-      char* out = static_cast<char*>(args.out) + ((first + row + r) * weight.out_features + output) * item_size(args.dtype);
-      narrow_all(args.dtype, totals, out, count);
-    }
+    char* out = static_cast<char*>(args.out) + ((first + row) * weight.out_features + output) * item_size(args.dtype);
+    store({task.totals, bias, task.num_rows, num_panels * kPanelOutputs, count, out, weight.out_features});
   }
 }
+
+// The granules of a call, in one part for each thread. A thread that has computed its part takes what is left of the others,
+// because cores differ in speed, and other processes take some of their time.
+class Parts {
+ public:
+  Parts(std::int64_t num_granules, int count) : num_granules_(num_granules), parts_(static_cast<std::size_t>(count)) {
+    for (int part = 0; part < count; ++part) parts_[part].next = begin_of(part);
+  }
+
+  // The next granule for the thread of `own`, or -1.
+  std::int64_t next(int own) {
+    const int count = static_cast<int>(parts_.size());
+    for (int turn = 0; turn < count; ++turn) {
+      const int part = (own + turn) % count;
+      if (parts_[part].next.load(std::memory_order_relaxed) >= begin_of(part + 1)) continue;
+      const std::int64_t granule = parts_[part].next.fetch_add(1, std::memory_order_relaxed);
+      if (granule < begin_of(part + 1)) return granule;
+    }
+    return -1;
+  }
+
+ private:
+  struct alignas(64) Part {  // a line of the cache, so that threads do not wait for each other
+    std::atomic<std::int64_t> next{0};
+  };
+
+  std::int64_t begin_of(int part) const { return num_granules_ * part / static_cast<std::int64_t>(parts_.size()); }
+
+  std::int64_t num_granules_;
+  std::vector<Part> parts_;
+};
 
 }  // namespace
 
@@ -235,14 +258,15 @@ void quantized_linear(const QuantizedLinearArgs& args) {
   for (std::int64_t first = 0; first < args.num_rows; first += kPreparedRows) {
     const std::int64_t num_rows = std::min(kPreparedRows, args.num_rows - first);
     const PreparedRows prepared = rows.prepared(num_rows);
+    Parts parts(granules, num_threads);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
+      const Array<float> own(rows.own_numbers());
 #pragma omp for schedule(static)
-      for (std::int64_t row = 0; row < num_rows; ++row) rows.prepare(first + row, row);
+      for (std::int64_t row = 0; row < num_rows; ++row) rows.prepare(first + row, row, own.data());
 #pragma omp for schedule(static)
       for (int part = 0; part < num_threads; ++part) {
-        const std::int64_t end = granules * (part + 1) / num_threads;
-        for (std::int64_t granule = granules * part / num_threads; granule < end; ++granule) {
+        for (std::int64_t granule = parts.next(part); granule >= 0; granule = parts.next(part)) {
           const std::int64_t panel = granule * kMostPanels, count = std::min(kMostPanels, weight.num_panels() - panel);
           compute_panels(args, prepared, first, panel, count, rows.pass_rows(), multiply, memory.data() + part * (kTotals + kScales));
         }
