@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec_fast.errors import InvalidParamsError
 
 _MOST_MARK_CHARACTERS = 256
 _MOST_MARK_TOKENS = 32  # at the end of a prompt, with the whitespace behind them
-_MOST_TOKENS = 2**31 - 1  # xgrammar counts with 32 bits
+_MOST_TOKENS = 2**31 - 1  # more than any text has
+_Text = TypeVar("_Text", str, bytes)
 _SPACE_BEFORE_ANSWER = r"\s{0,20}"  # models write line ends behind their reasoning
 
 
@@ -92,12 +93,14 @@ class Reasoning:
         return ReasoningState.AHEAD
 
     def grammar(self, state: ReasoningState) -> str | None:
-        """Return what may stand before an answer, a format of xgrammar's structural tags; None if nothing may."""
+        """Return what may stand before an answer, a format of xgrammar's structural tags; None if nothing may.
+
+        It has no limit of tokens; ``ReasoningMask`` keeps that.
+        """
         if state is ReasoningState.ENDED:
             return None
-        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         elements: list[dict[str, Any]] = [
-            {"type": "any_text", "excludes": [self.end], **limit},
+            {"type": "any_text", "excludes": [self.end]},
             {"type": "const_string", "value": self.end},
             {"type": "regex", "pattern": _SPACE_BEFORE_ANSWER},
         ]
@@ -160,10 +163,11 @@ class ReasoningReader:
 
     def _look_for_begin(self, is_last: bool) -> None:
         begun = self._held.lstrip()
-        if begun.startswith(self.reasoning.begin):
-            self._held = begun[len(self.reasoning.begin) :]
+        begin = self.reasoning.begin.lstrip()
+        if begun.startswith(begin):
+            self._held = begun[len(begin) :]
             self._state = ReasoningState.BEGUN
-        elif is_last or not self.reasoning.begin.startswith(begun):
+        elif is_last or not begin.startswith(begun):
             self._state = ReasoningState.ENDED
 
     def _take_reasoning(self, is_last: bool) -> str:
@@ -203,8 +207,8 @@ def state_behind_prompt(
     return reasoning.state_behind(str(tokenizer.decode(end_of_prompt)), is_continued)
 
 
-def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text begin a mark, or are all of it."""
+def overlap(text: _Text, mark: _Text) -> int:
+    """Return how many characters, or bytes, at the end of a text begin a mark, or are all of it."""
     sizes = range(min(len(mark), len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
