@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from specdec_fast.errors import InvalidParamsError
 
 _MOST_MARK_CHARACTERS = 256
-_MOST_MARK_TOKENS = 32  # at the end of a prompt, with the whitespace behind them
-_MOST_TOKENS = 2**31 - 1  # more than any text has
+_MOST_SPACE_TOKENS = 32  # behind a mark at the end of a prompt
+MOST_REASONING_TOKENS = 2**31 - 1  # more than any text has
 _Text = TypeVar("_Text", str, bytes)
 _SPACE_BEFORE_ANSWER = r"\s{0,20}"  # models write line ends behind their reasoning
 
@@ -50,9 +50,9 @@ class Reasoning:
             if not isinstance(value, str) or not value.strip() or len(value) > _MOST_MARK_CHARACTERS:
                 raise _error(f"{name}={value!r:.80}; expected a text of 1 to {_MOST_MARK_CHARACTERS} characters")
         most = self.max_tokens
-        is_count = isinstance(most, int) and not isinstance(most, bool) and 0 <= most <= _MOST_TOKENS
+        is_count = isinstance(most, int) and not isinstance(most, bool) and 0 <= most <= MOST_REASONING_TOKENS
         if most is not None and not is_count:
-            raise _error(f"max_tokens={most!r:.80}; expected an integer from 0 to {_MOST_TOKENS}, or None")
+            raise _error(f"max_tokens={most!r:.80}; expected an integer from 0 to {MOST_REASONING_TOKENS}, or None")
 
     @classmethod
     def of(cls, value: Any) -> Reasoning:
@@ -202,8 +202,10 @@ def state_behind_prompt(
     """Return where a prompt of token ids leaves the model; a prompt without texts has begun no reasoning."""
     if tokenizer is None:
         return ReasoningState.AHEAD
-    # Whether a message that is continued is in the midst of its reasoning, its whole text says.
-    end_of_prompt = prompt_ids if is_continued else prompt_ids[-_MOST_MARK_TOKENS:]
+    # Whether a message that is continued is in the midst of its reasoning, its whole text says. Otherwise a mark stands
+    # at the end, and a token may have as little as a byte of it.
+    most_tokens = _MOST_SPACE_TOKENS + max(len(mark.encode()) for mark in (reasoning.begin, reasoning.end))
+    end_of_prompt = prompt_ids if is_continued else prompt_ids[-most_tokens:]
     return reasoning.state_behind(str(tokenizer.decode(end_of_prompt)), is_continued)
 
 
