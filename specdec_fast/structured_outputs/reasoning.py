@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from specdec_fast.errors import InvalidParamsError
+from specdec_fast.structured_outputs.compiling import special_ids
 
 _MOST_MARK_CHARACTERS = 256
 _MOST_SPACE_TOKENS = 32  # behind a mark at the end of a prompt
@@ -202,11 +203,25 @@ def state_behind_prompt(
     """Return where a prompt of token ids leaves the model; a prompt without texts has begun no reasoning."""
     if tokenizer is None:
         return ReasoningState.AHEAD
-    # Whether a message that is continued is in the midst of its reasoning, its whole text says. Otherwise a mark stands
-    # at the end, and a token may have as little as a byte of it.
-    most_tokens = _MOST_SPACE_TOKENS + max(len(mark.encode()) for mark in (reasoning.begin, reasoning.end))
-    end_of_prompt = prompt_ids if is_continued else prompt_ids[-most_tokens:]
+    marks = (reasoning.begin, reasoning.end)
+    if is_continued:  # whether the message is in the midst of its reasoning, its whole text says
+        end_of_prompt = _last_message(tokenizer, prompt_ids, marks)
+    else:  # a mark stands at the end, and a token may have as little as a byte of it
+        end_of_prompt = prompt_ids[-_MOST_SPACE_TOKENS - max(len(mark.encode()) for mark in marks) :]
     return reasoning.state_behind(str(tokenizer.decode(end_of_prompt)), is_continued)
+
+
+def _last_message(tokenizer: Any, prompt_ids: list[int], marks: tuple[str, str]) -> list[int]:
+    """Return the ids behind the last special token that is no part of a mark: most templates divide messages by them.
+
+    Earlier messages may speak of marks.
+    """
+    special = special_ids(tokenizer) if hasattr(tokenizer, "all_special_ids") else set()
+    for place in range(len(prompt_ids), 0, -1):
+        token = prompt_ids[place - 1]
+        if token in special and not any(str(tokenizer.decode([token])) in mark for mark in marks):
+            return prompt_ids[place:]
+    return prompt_ids
 
 
 def overlap(text: _Text, mark: _Text) -> int:

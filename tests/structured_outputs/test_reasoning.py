@@ -86,6 +86,20 @@ def test_long_marks_are_found_at_the_end_of_a_prompt(mark):
     assert state_behind_prompt(reasoning, Letters(), prompt) is BEGUN
 
 
+@pytest.mark.parametrize(
+    ("begin", "message", "state"),
+    [
+        ("<think>", "It is", AHEAD),
+        ("<think>", "<think>\nIt is", BEGUN),
+        ("<s>", "<s>It is", BEGUN),  # a special token of this tokenizer
+    ],
+)
+def test_an_earlier_message_may_speak_of_marks(tokenizer, begin, message, state):
+    """Special tokens divide the messages."""
+    prompt = tokenizer(f"<pad>What does {begin} mean?</s><pad>{message}", add_special_tokens=False).input_ids
+    assert state_behind_prompt(sd.Reasoning(begin=begin), tokenizer, prompt, is_continued=True) is state
+
+
 def test_whitespace_before_a_mark_is_no_part_of_it():
     assert sd.Reasoning(begin="\n<a>", end="</a>").split("\n<a>Hm</a>Yes") == ("Hm", "Yes")
 
