@@ -21,6 +21,7 @@ from specdec_fast.models.model_checks import why_fewer_positions
 from specdec_fast.request.detokenizer import detokenizer_of, tokenizer_failures
 from specdec_fast.request.prompt_options import PromptOptions
 from specdec_fast.request.prompts import encode_prompt, encode_words
+from specdec_fast.request.reasoning_mask import ReasoningMask
 from specdec_fast.request.restrictions import masks_of
 from specdec_fast.request.sequence import Sequence
 from specdec_fast.request.stopping import StopStrings
@@ -30,10 +31,9 @@ from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
 from specdec_fast.structured_outputs.compiling import Grammars, special_ids
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
-from specdec_fast.structured_outputs.reasoning import Reasoning, state_behind_prompt
+from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState, state_behind_prompt
 
 _DEFAULTS = PromptOptions()
-_ANY_TEXT = StructuredOutputs(structural_tag={"type": "structural_tag", "format": {"type": "any_text"}})
 
 
 def as_params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
@@ -177,33 +177,45 @@ class RequestBuilder:
         options: PromptOptions,
         may_compile: bool,
     ) -> list[TokenMask]:
-        asked = _followed_text(params)
-        if asked is None:
+        """Return the masks of what the answer must follow, and of the reasoning before it."""
+        asked = params.structured_outputs
+        reasoning = params.reasoning if isinstance(params.reasoning, Reasoning) else None
+        if asked is None and (reasoning is None or reasoning.max_tokens is None):
             return []
-        before = self._before_answer(params, prompt_ids, options)
-        if before is None and params.structured_outputs is None:
-            return []
-        return list(self._grammars.masks(asked, stop_ids, params.skip_special_tokens, before, may_compile))
+        state = ReasoningState.ENDED
+        if reasoning is not None:
+            state = self._reasoning_state(reasoning, params, prompt_ids, options)
+        skips_special = params.skip_special_tokens
+        masks: list[TokenMask] = []
+        if isinstance(asked, StructuredOutputs):
+            before = None if reasoning is None else reasoning.grammar(state)
+            masks += self._grammars.masks(asked, stop_ids, skips_special, before, may_compile)
+        if reasoning is not None and state is not ReasoningState.ENDED:
+            tokens = self._grammars.token_texts(skips_special, may_compile)
+            size = self._target.vocab_size
+            masks.append(ReasoningMask(reasoning, state, tokens, stop_ids, size, self._grammars.encode))
+        return masks
 
-    def _before_answer(self, params: SamplingParams, prompt_ids: list[int], options: PromptOptions) -> str | None:
-        """Return the grammar of the reasoning that may stand before the answer; None without any.
+    def _reasoning_state(
+        self, reasoning: Reasoning, params: SamplingParams, prompt_ids: list[int], options: PromptOptions
+    ) -> ReasoningState:
+        """Return where the prompt leaves the model.
 
         Raises:
             GrammarError: special tokens mark the reasoning, and the request's text leaves them out.
         """
-        reasoning = params.reasoning
         tokenizer = self._tokenizer
-        if not isinstance(reasoning, Reasoning) or tokenizer is None:
-            return None
-        for mark in (reasoning.begin, reasoning.end) if params.skip_special_tokens else ():
-            if special_ids(tokenizer).intersection(encode_words(tokenizer, [mark])[0]):
-                raise GrammarError(
-                    f"reasoning: {mark!r:.80} is a special token of the tokenizer, which a text leaves out; "
-                    "pass skip_special_tokens=False."
-                )
-        with tokenizer_failures(GrammarError, "reasoning: the tokenizer cannot decode the end of the prompt"):
+        marks = (reasoning.begin, reasoning.end) if tokenizer is not None and params.skip_special_tokens else ()
+        with tokenizer_failures(GrammarError, "reasoning: the tokenizer cannot read its marks, or the prompt's end"):
+            special = special_ids(tokenizer) if marks else set()
+            skipped = [mark for mark in marks if special.intersection(encode_words(tokenizer, [mark])[0])]
             state = state_behind_prompt(reasoning, tokenizer, prompt_ids, options.continue_final_message)
-        return reasoning.grammar(state)
+        if skipped:
+            raise GrammarError(
+                f"reasoning: {skipped[0]!r:.80} is a special token of the tokenizer, which a text leaves out; "
+                "pass skip_special_tokens=False."
+            )
+        return state
 
     def _max_length(self, num_tokens: int, params: SamplingParams) -> int:
         limit = self._target.max_positions
@@ -231,12 +243,3 @@ class RequestBuilder:
                 "its own; pass seed=..."
             )
         return int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed
-
-
-def _followed_text(params: SamplingParams) -> StructuredOutputs | None:
-    """Return what the answer must follow: any text where only the reasoning is limited; None if nothing is."""
-    asked = params.structured_outputs
-    if isinstance(asked, StructuredOutputs):
-        return asked
-    reasoning = params.reasoning
-    return _ANY_TEXT if isinstance(reasoning, Reasoning) and reasoning.max_tokens is not None else None

@@ -56,10 +56,10 @@ class AnswerFormat:
             self.reasoning = REASONING_FORMATS.get(reasoning_parser)
         elif self.calls is None or not self.calls.reads_every_answer:
             self.reasoning = reasoning_of_template(self.template)
-        ids = _ids_of(tokenizer, self.reasoning)
-        self.has_special_marks = bool(ids) and not ids.isdisjoint(special_ids(tokenizer))
+        self.has_special_marks = _has_special_marks(tokenizer, self.reasoning)
         decode = getattr(tokenizer, "decode", None)
-        self.ends = [str(decode([token])) for token in eos_ids] if callable(decode) else []
+        reads_ends = callable(decode) and (self.calls is not None or self.has_special_marks)
+        self.ends = [str(decode([token])) for token in eos_ids] if reads_ends else []
 
 
 def _special_texts(tokenizer: Any | None) -> set[str]:
@@ -67,12 +67,16 @@ def _special_texts(tokenizer: Any | None) -> set[str]:
     return {word.content for word in added.values() if word.special}
 
 
-def _ids_of(tokenizer: Any | None, reasoning: Reasoning | None) -> set[int]:
-    """Return the token ids of the marks of reasoning; none if a tokenizer of the caller's own cannot encode them."""
+def _has_special_marks(tokenizer: Any | None, reasoning: Reasoning | None) -> bool:
+    """Return whether special tokens mark reasoning; False if a tokenizer of the caller's own cannot say it."""
     if reasoning is None or not callable(tokenizer):
-        return set()
+        return False
     marks = (reasoning.begin, reasoning.end)
-    return {token for mark in marks for token in tokenizer(mark, add_special_tokens=False).input_ids}
+    try:
+        special = special_ids(tokenizer)
+        return any(not special.isdisjoint(tokenizer(mark, add_special_tokens=False).input_ids) for mark in marks)
+    except Exception:  # it may raise anything, and it may have no special tokens
+        return False
 
 
 def _expect_name(option: str, name: str | None, known: Iterable[str]) -> None:

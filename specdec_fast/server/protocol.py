@@ -21,7 +21,7 @@ from specdec_fast.server.answer_format import AnswerFormat
 from specdec_fast.server.constraints import ToolChoice, constraint_of, tool_choice_of
 from specdec_fast.server.tool_calls.formats import ToolFormat
 from specdec_fast.server.unsupported import UNSUPPORTED, first_unsupported
-from specdec_fast.structured_outputs.reasoning import Reasoning
+from specdec_fast.structured_outputs.reasoning import MOST_REASONING_TOKENS, Reasoning
 
 _logger = logging.getLogger("specdec_fast.server")
 _MOST_CHOICES = 128  # of one prompt, as in OpenAI's API
@@ -278,7 +278,7 @@ class ChatBody(RequestBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = True
-    thinking_token_budget: int | None = Field(None, ge=-1)
+    thinking_token_budget: int | None = Field(None, ge=-1, le=MOST_REASONING_TOKENS)
     _tool_use: ToolChoice | None = PrivateAttr(None)
 
     @property

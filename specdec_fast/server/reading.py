@@ -47,7 +47,7 @@ class AnswerReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._ends = [end for end in answer_format.ends if end] if answer_format.has_special_marks else []
-        self._held = ""  # content that may be a part of what ends the answer
+        self._held = ""  # text that may be a part of what ends the answer
         self._calls = None
         if reads_calls and answer_format.calls is not None:
             self._calls = reader_of(answer_format.calls, answer_format.ends, tools)
@@ -71,13 +71,14 @@ class AnswerReader:
     def add(self, text: str, token_ids: Sequence[int], is_last: bool = False) -> AnswerPart:
         """Add the next text and its tokens; return what is certain now."""
         reasoning = ""
+        text = self._without_end(text, is_last)
         if self._reasoning is not None:
             had_ended = self._reasoning.has_ended
             reasoning, text = self._reasoning.add(text, is_last)
             if not had_ended:
                 self._count_tokens(token_ids, self._reasoning)
         if self._calls is None:
-            return AnswerPart(reasoning, self._without_end(text, is_last), [])
+            return AnswerPart(reasoning, text, [])
         content, calls = self._calls.add(text, is_last)
         return AnswerPart(reasoning + self._calls.reasoning, content, calls)
 
@@ -95,7 +96,7 @@ class AnswerReader:
             self.num_reasoning_tokens = num_before + 1 + place
 
     def _without_end(self, text: str, is_last: bool) -> str:
-        """Return the content that is certain: without the token that ends the answer, where texts have special ones."""
+        """Return the text that is certain: without the token that ends the answer, where texts have special ones."""
         self._held += text
         if is_last:
             return without_end(self._held, self._ends)

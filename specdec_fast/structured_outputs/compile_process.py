@@ -24,9 +24,10 @@ def compiled(compiler: Any, kind: str, text: str, any_whitespace: bool, before: 
     from xgrammar import Grammar
 
     if kind == "structural_tag":
-        if before is None:
+        tag = json.loads(text)
+        if before is None or "format" not in tag:  # what is wrong then, xgrammar says
             return compiler.compile_structural_tag(text)
-        elements = [json.loads(before), json.loads(text)["format"]]
+        elements = [json.loads(before), tag["format"]]
         whole = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
         return compiler.compile_structural_tag(json.dumps(whole))
     if kind == "json":
@@ -40,8 +41,8 @@ def compiled(compiler: Any, kind: str, text: str, any_whitespace: bool, before: 
     else:
         grammar = Grammar.from_ebnf(text)
     if before is not None:
-        tag = json.dumps({"type": "structural_tag", "format": json.loads(before)})
-        grammar = Grammar.concat(Grammar.from_structural_tag(tag), grammar)
+        reasoning = json.dumps({"type": "structural_tag", "format": json.loads(before)})
+        grammar = Grammar.concat(Grammar.from_structural_tag(reasoning), grammar)
     return compiler.compile_grammar(grammar)
 
 

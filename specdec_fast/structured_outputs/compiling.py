@@ -18,6 +18,7 @@ from typing import Any
 from specdec_fast.errors import GrammarError
 from specdec_fast.structured_outputs.matcher import GrammarMask
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
+from specdec_fast.structured_outputs.token_texts import TokenTexts
 
 COMPILE_SECONDS = 30.0
 _START_SECONDS = 300.0  # that the process may take to import xgrammar
@@ -56,8 +57,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
         self._seconds = seconds
-        self._lock = Lock()  # guards the three below
+        self._lock = Lock()  # guards what follows
         self._vocabularies: dict[bool, tuple[Any, str]] = {}  # and as JSON; True: without special tokens
+        self._token_texts: dict[bool, TokenTexts] = {}  # by the same keys
         self._compiled: OrderedDict[_Key, Any] = OrderedDict()  # the latest used one last
         self._num_bytes = 0
 
@@ -99,12 +101,26 @@ class Grammars:
             )
         both = [asked, _with_any_json(asked)]
         found = [self._grammar(each, skips_special, before, may_compile) for each in both if each is not None]
-        masks = [GrammarMask(grammar, ends, self._vocab_size, self._encode) for grammar in found]
+        masks = [GrammarMask(grammar, ends, self._vocab_size, self.encode) for grammar in found]
         if not masks[0].allows_any():
             raise GrammarError(f"structured_outputs: the {asked.kind} {asked.text!r:.80} allows no text.")
         return masks
 
-    def _encode(self, text: str) -> list[int]:
+    def token_texts(self, skips_special: bool = True, may_compile: bool = True) -> TokenTexts:
+        """Return the bytes of all tokens, as grammars see them; the arguments and errors are those of ``masks``.
+
+        To read the vocabulary takes about as long as to compile a small grammar.
+        """
+        with self._lock:
+            if skips_special not in self._token_texts:
+                if not may_compile:
+                    raise NotCompiledError
+                vocabulary, _ = self._vocabulary(skips_special)
+                self._token_texts[skips_special] = TokenTexts(vocabulary.decoded_vocab)
+            return self._token_texts[skips_special]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
         tokenizer = self._tokenizer
         assert tokenizer is not None
         return list(tokenizer(text, add_special_tokens=False).input_ids)
@@ -120,10 +136,7 @@ class Grammars:
                 return self._compiled[key]
             if not may_compile:
                 raise NotCompiledError
-            if skips_special not in self._vocabularies:
-                read = self._read_vocabulary(skips_special)
-                self._vocabularies[skips_special] = (read, str(read.serialize_json()))
-            vocabulary, as_json = self._vocabularies[skips_special]
+            vocabulary, as_json = self._vocabulary(skips_special)
         import xgrammar
 
         text, reason = _processes.answer(as_json, job, self._seconds)
@@ -141,6 +154,12 @@ class Grammars:
                 _, oldest = self._compiled.popitem(last=False)
                 self._num_bytes -= oldest.memory_size_bytes
         return compiled
+
+    def _vocabulary(self, skips_special: bool) -> tuple[Any, str]:
+        if skips_special not in self._vocabularies:
+            read = self._read_vocabulary(skips_special)
+            self._vocabularies[skips_special] = (read, str(read.serialize_json()))
+        return self._vocabularies[skips_special]
 
     def _read_vocabulary(self, skips_special: bool) -> Any:
         try:

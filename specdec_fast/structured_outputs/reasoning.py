@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec_fast.errors import InvalidParamsError
+from specdec_fast.structured_outputs.compiling import special_ids
 
 _MOST_MARK_CHARACTERS = 256
-_MOST_MARK_TOKENS = 32  # at the end of a prompt, with the whitespace behind them
-_MOST_TOKENS = 2**31 - 1  # xgrammar counts with 32 bits
+_MOST_SPACE_TOKENS = 32  # behind a mark at the end of a prompt
+MOST_REASONING_TOKENS = 2**31 - 1  # more than any text has
+_Text = TypeVar("_Text", str, bytes)
 _SPACE_BEFORE_ANSWER = r"\s{0,20}"  # models write line ends behind their reasoning
 
 
@@ -49,9 +51,9 @@ class Reasoning:
             if not isinstance(value, str) or not value.strip() or len(value) > _MOST_MARK_CHARACTERS:
                 raise _error(f"{name}={value!r:.80}; expected a text of 1 to {_MOST_MARK_CHARACTERS} characters")
         most = self.max_tokens
-        is_count = isinstance(most, int) and not isinstance(most, bool) and 0 <= most <= _MOST_TOKENS
+        is_count = isinstance(most, int) and not isinstance(most, bool) and 0 <= most <= MOST_REASONING_TOKENS
         if most is not None and not is_count:
-            raise _error(f"max_tokens={most!r:.80}; expected an integer from 0 to {_MOST_TOKENS}, or None")
+            raise _error(f"max_tokens={most!r:.80}; expected an integer from 0 to {MOST_REASONING_TOKENS}, or None")
 
     @classmethod
     def of(cls, value: Any) -> Reasoning:
@@ -92,12 +94,14 @@ class Reasoning:
         return ReasoningState.AHEAD
 
     def grammar(self, state: ReasoningState) -> str | None:
-        """Return what may stand before an answer, a format of xgrammar's structural tags; None if nothing may."""
+        """Return what may stand before an answer, a format of xgrammar's structural tags; None if nothing may.
+
+        It has no limit of tokens; ``ReasoningMask`` keeps that.
+        """
         if state is ReasoningState.ENDED:
             return None
-        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         elements: list[dict[str, Any]] = [
-            {"type": "any_text", "excludes": [self.end], **limit},
+            {"type": "any_text", "excludes": [self.end]},
             {"type": "const_string", "value": self.end},
             {"type": "regex", "pattern": _SPACE_BEFORE_ANSWER},
         ]
@@ -160,10 +164,11 @@ class ReasoningReader:
 
     def _look_for_begin(self, is_last: bool) -> None:
         begun = self._held.lstrip()
-        if begun.startswith(self.reasoning.begin):
-            self._held = begun[len(self.reasoning.begin) :]
+        begin = self.reasoning.begin.lstrip()
+        if begun.startswith(begin):
+            self._held = begun[len(begin) :]
             self._state = ReasoningState.BEGUN
-        elif is_last or not self.reasoning.begin.startswith(begun):
+        elif is_last or not begin.startswith(begun):
             self._state = ReasoningState.ENDED
 
     def _take_reasoning(self, is_last: bool) -> str:
@@ -198,13 +203,29 @@ def state_behind_prompt(
     """Return where a prompt of token ids leaves the model; a prompt without texts has begun no reasoning."""
     if tokenizer is None:
         return ReasoningState.AHEAD
-    # Whether a message that is continued is in the midst of its reasoning, its whole text says.
-    end_of_prompt = prompt_ids if is_continued else prompt_ids[-_MOST_MARK_TOKENS:]
+    marks = (reasoning.begin, reasoning.end)
+    if is_continued:  # whether the message is in the midst of its reasoning, its whole text says
+        end_of_prompt = _last_message(tokenizer, prompt_ids, marks)
+    else:  # a mark stands at the end, and a token may have as little as a byte of it
+        end_of_prompt = prompt_ids[-_MOST_SPACE_TOKENS - max(len(mark.encode()) for mark in marks) :]
     return reasoning.state_behind(str(tokenizer.decode(end_of_prompt)), is_continued)
 
 
-def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text begin a mark, or are all of it."""
+def _last_message(tokenizer: Any, prompt_ids: list[int], marks: tuple[str, str]) -> list[int]:
+    """Return the ids behind the last special token that is no part of a mark: most templates divide messages by them.
+
+    Earlier messages may speak of marks.
+    """
+    special = special_ids(tokenizer) if hasattr(tokenizer, "all_special_ids") else set()
+    for place in range(len(prompt_ids), 0, -1):
+        token = prompt_ids[place - 1]
+        if token in special and not any(str(tokenizer.decode([token])) in mark for mark in marks):
+            return prompt_ids[place:]
+    return prompt_ids
+
+
+def overlap(text: _Text, mark: _Text) -> int:
+    """Return how many characters, or bytes, at the end of a text begin a mark, or are all of it."""
     sizes = range(min(len(mark), len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 

@@ -163,6 +163,35 @@ def test_what_a_template_does_not_read_is_refused(app):
         assert (exchange.status, exchange.json["error"]["param"]) == (400, name)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"thinking_token_budget": 10**12}, "thinking_token_budget", "2147483647"),
+        ({"structured_outputs": {"structural_tag": {"type": "structural_tag"}}}, "structured_outputs", "format field"),
+    ],
+)
+def test_refusals_name_the_field_of_the_request(reasoning_app, fields, param, message):
+    (exchange,) = served(reasoning_app, (PATH, {**CHAT, **fields}))
+    assert (exchange.status, exchange.json["error"]["param"]) == (400, param)
+    assert message in exchange.json["error"]["message"]
+
+
+class Broken:
+    """A tokenizer of the caller's own, for prompts of token ids."""
+
+    chat_template = "</think>"
+
+    def decode(self, token_ids):
+        return ""
+
+    def __call__(self, text, **options):
+        raise ValueError("no texts")
+
+
+def test_a_tokenizer_need_not_encode_the_marks():
+    assert AnswerFormat(Broken(), [2]).has_special_marks is False
+
+
 def test_completions_have_no_reasoning(reasoning_app):
     prompt = {"prompt": "One day <think>\n", "temperature": 0, "max_tokens": 8}
     plain, refused = served(
@@ -200,6 +229,17 @@ def test_special_tokens_that_mark_reasoning_are_read():
     assert "".join(part.reasoning for part in parts) == "HmHm"
     assert "".join(part.content for part in parts) == "Yes"
     assert reader.num_reasoning_tokens == 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_token_that_ends_an_answer_is_no_part_of_its_reasoning(size):
+    """A model may end in the midst of it; then the text has the end's, where special tokens are kept."""
+    reader = AnswerReader(AnswerFormat(SpecialTokens(), [2]), False, SpecialTokens(), [4])
+    tokens = [0, 3, 2]
+    pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    parts = [reader.add(SpecialTokens().decode(piece), piece, is_last=piece[-1] == 2) for piece in pieces]
+    assert ("".join(part.reasoning for part in parts), "".join(part.content for part in parts)) == ("Hm", "")
+    assert reader.num_reasoning_tokens == 3
 
 
 @pytest.mark.parametrize("fields", [{"response_format": SCHEMA}, {"structured_outputs": {"choice": ["Oslo", "Rome"]}}])

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 import specdec_fast as sd
-from specdec_fast.structured_outputs.reasoning import REASONING_FORMATS, ReasoningReader, reasoning_of_template
+from specdec_fast.structured_outputs.reasoning import (
+    REASONING_FORMATS,
+    ReasoningReader,
+    reasoning_of_template,
+    state_behind_prompt,
+)
 
 AHEAD, BEGUN, ENDED = sd.ReasoningState.AHEAD, sd.ReasoningState.BEGUN, sd.ReasoningState.ENDED
 THINK = sd.Reasoning()
@@ -65,6 +70,38 @@ def test_what_is_certain_is_not_held_back():
 )
 def test_a_prompt_may_begin_or_end_reasoning(prompt, is_continued, state):
     assert THINK.state_behind(prompt, is_continued) is state
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes, so marks of several tokens are long."""
+
+    def decode(self, token_ids):
+        return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("mark", ["<think>", "思" * 60])
+def test_long_marks_are_found_at_the_end_of_a_prompt(mark):
+    reasoning = sd.Reasoning(begin=mark, end="<end>")
+    prompt = list(f"Hello {mark} \n\n".encode())
+    assert state_behind_prompt(reasoning, Letters(), prompt) is BEGUN
+
+
+@pytest.mark.parametrize(
+    ("begin", "message", "state"),
+    [
+        ("<think>", "It is", AHEAD),
+        ("<think>", "<think>\nIt is", BEGUN),
+        ("<s>", "<s>It is", BEGUN),  # a special token of this tokenizer
+    ],
+)
+def test_an_earlier_message_may_speak_of_marks(tokenizer, begin, message, state):
+    """Special tokens divide the messages."""
+    prompt = tokenizer(f"<pad>What does {begin} mean?</s><pad>{message}", add_special_tokens=False).input_ids
+    assert state_behind_prompt(sd.Reasoning(begin=begin), tokenizer, prompt, is_continued=True) is state
+
+
+def test_whitespace_before_a_mark_is_no_part_of_it():
+    assert sd.Reasoning(begin="\n<a>", end="</a>").split("\n<a>Hm</a>Yes") == ("Hm", "Yes")
 
 
 @pytest.mark.parametrize(
