@@ -58,8 +58,8 @@ class AnswerFormat:
             self.reasoning = reasoning_of_template(self.template)
         self.has_special_marks = _has_special_marks(tokenizer, self.reasoning)
         decode = getattr(tokenizer, "decode", None)
-        reads_ends = callable(decode) and (self.calls is not None or self.has_special_marks)
-        self.ends = [str(decode([token])) for token in eos_ids] if reads_ends else []
+        may_have_ends = self.calls is not None or self.has_special_marks
+        self.ends = [str(decode([token])) for token in eos_ids] if may_have_ends and callable(decode) else []
 
 
 def _special_texts(tokenizer: Any | None) -> set[str]:
