@@ -234,7 +234,7 @@ def test_special_tokens_that_mark_reasoning_are_read():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_token_that_ends_an_answer_is_no_part_of_its_reasoning(size):
     """A model may end in the midst of it; then the text has the end's, where special tokens are kept."""
-    reader = AnswerReader(AnswerFormat(SpecialTokens(), [2]), False, SpecialTokens(), [4])
+    reader = AnswerReader(AnswerFormat(SpecialTokens(), [2]), SpecialTokens(), [4])
     tokens = [0, 3, 2]
     pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     parts = [reader.add(SpecialTokens().decode(piece), piece, is_last=piece[-1] == 2) for piece in pieces]
