@@ -13,6 +13,7 @@ import dis
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from inspect import getattr_static
 from itertools import chain
 from math import isnan
 from operator import is_
@@ -119,7 +120,7 @@ class Watch:
         self._places: list[tuple[dict[str, Any], list[Any]]] = [(place, list(place.values())) for place in places]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [_address_of(tensor) for tensor in self._tensors]
-        self._forwards = [(m, replaced_forward(m), type(m).forward) for m in modules]
+        self._forwards = [(m, replaced_forward(m), _forward_of(type(m))) for m in modules]
         names = {cls: _names_in(cls) for cls in set(map(type, modules))}
         self._settings = [(m, vars(m), *_settings_of(m, names[type(m)])) for m in modules]
         self._hooks = [*_GLOBAL_HOOKS, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
@@ -133,7 +134,7 @@ class Watch:
             if len(place) != len(values) or not all(map(is_, place.values(), values)):
                 return "its weights, buffers or modules have been replaced"
         for module, forward, of_class in self._forwards:
-            if replaced_forward(module) is not forward or type(module).forward is not of_class:
+            if replaced_forward(module) is not forward or _forward_of(type(module)) is not of_class:
                 return "a forward of one of its modules has been replaced, which would not be called"
         if self._addresses != [_address_of(tensor) for tensor in self._tensors]:
             return "its weights have been moved, cast or negated"
@@ -156,6 +157,11 @@ class Watch:
     def _hook(self) -> str | None:
         has_some = any(map(_do_something, self._hooks))
         return "forward hooks have been added to it, which would not be called" if has_some else None
+
+
+def _forward_of(cls: type[nn.Module]) -> Any:
+    """Return what a class has as its forward: TorchScript's or a ``partialmethod`` is another object at each look."""
+    return getattr_static(cls, "forward", None)
 
 
 class _Names(NamedTuple):

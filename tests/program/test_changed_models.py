@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partialmethod
 
 import pytest
 import torch
@@ -240,6 +241,25 @@ def test_a_forward_of_a_class_that_has_been_replaced_is_noticed(monkeypatch):
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, hidden: hidden * 0)
     with pytest.raises(UnsupportedModelError, match="a forward of one of its modules has been replaced"):
         engine.generate([[1, 2, 3]], progress=False)
+
+
+class Partial(torch.nn.Module):
+    def scaled(self, x, factor: float):
+        return x * factor
+
+    forward = partialmethod(scaled, factor=2.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("make", [Partial, lambda: torch.jit.script(torch.nn.SiLU())], ids=["partial", "TorchScript"])
+def test_a_class_whose_forward_is_no_function_is_watched(make, enforce_eager):
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.act_fn = make().eval()
+    engine = sd.Engine(model, None, enforce_eager=enforce_eager, prefix_cache=True)
+    for _ in range(2):
+        assert engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].error is None
+    assert Watch(model, ()).change() is None
 
 
 PROMPT = [[7 * i % 97 for i in range(40)]]  # more than a page
