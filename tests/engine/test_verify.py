@@ -136,7 +136,7 @@ def test_spans_that_do_not_fit_are_refused():
 # The next step overlaps with the caller's handling of the outputs
 
 
-@pytest.fixture(params=[False, True], ids=["nolaunches_ahead", "overlap"])
+@pytest.fixture(params=[False, True], ids=["no_overlap", "overlap"])
 def overlap(request, monkeypatch):
     """Whether the core launches the next step before it returns a step's outputs, as on a GPU."""
     monkeypatch.setattr(EngineCore, "launches_ahead", request.param)
@@ -172,7 +172,7 @@ def test_outputs_are_returned_while_the_next_step_runs(pair, monkeypatch, overla
 @each_value_once
 @pytest.mark.parametrize("method", ["eqspec", "exspec"])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, "auto"])
-def testlaunches_ahead_changes_no_token(pair, overlap, method, num_draft_tokens):
+def test_overlap_changes_no_token(pair, overlap, method, num_draft_tokens):
     params = [
         sd.SamplingParams(max_new_tokens=11 + i, temperature=0.7 * (i % 2), seed=i, logprobs=i == 2) for i in range(4)
     ]

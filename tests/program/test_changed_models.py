@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partialmethod
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import specdec_fast as sd
 from specdec_fast.errors import UnsupportedModelError
+from specdec_fast.model_watch import Watch
 from specdec_fast.ops import resolve
 from specdec_fast.runner.ragged_model import RaggedModel
 from support.models import tiny_model
@@ -241,6 +243,25 @@ def test_a_forward_of_a_class_that_has_been_replaced_is_noticed(monkeypatch):
         engine.generate([[1, 2, 3]], progress=False)
 
 
+class Partial(torch.nn.Module):
+    def scaled(self, x, factor: float):
+        return x * factor
+
+    forward = partialmethod(scaled, factor=2.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("make", [Partial, lambda: torch.jit.script(torch.nn.SiLU())], ids=["partial", "TorchScript"])
+def test_a_class_whose_forward_is_no_function_is_watched(make, enforce_eager):
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.act_fn = make().eval()
+    engine = sd.Engine(model, None, enforce_eager=enforce_eager, prefix_cache=True)
+    for _ in range(2):
+        assert engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].error is None
+    assert Watch(model, ()).change() is None
+
+
 PROMPT = [[7 * i % 97 for i in range(40)]]  # more than a page
 
 
@@ -271,3 +292,101 @@ def test_settings_of_training_change_nothing():
             module.gradient_checkpointing = True
     model.eval()
     assert engine.generate([[1, 2, 3]], sd.SamplingParams(max_new_tokens=4))[0].error is None
+
+
+def note_step(model):
+    model.step = 2
+    model.losses.append(0.5)
+    model.model.layers[0].mlp.calls = 9
+    model.name_or_path = "another"
+
+
+def turn_off_dropout(model):
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    model.model.layers[0].dropped.p = 0.0
+
+
+def noted_llama():
+    model = tiny_model("llama")
+    model.step, model.losses, model.model.layers[0].mlp.calls = 1, [], 0
+    model.model.layers[0].dropped = torch.nn.Dropout(0.1).eval()
+    return model
+
+
+class Counting(torch.nn.Module):
+    """Counts its forwards, and keeps what they got."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.last = 0, None
+
+    def forward(self, x):
+        self.keep(x)
+        return x
+
+    def keep(self, x):
+        self.calls += 1
+        self.last = x
+
+
+def counting_llama():
+    model = tiny_model("llama")
+    model.model.layers[0].counting = Counting().eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (noted_llama, note_step),
+        (noted_llama, turn_off_dropout),
+        (counting_llama, lambda model: model.model.layers[0].counting(torch.zeros(2))),
+    ],
+    ids=["notes", "dropout", "counts"],
+)
+def test_what_no_forward_reads_may_change(make, change):
+    model, params = make(), sd.SamplingParams(max_new_tokens=4)
+    engine = sd.Engine(model, None)
+    assert engine.target.program is not None, engine.target.why_no_program
+    (wanted,) = engine.generate([[1, 2, 3]], params)
+    change(model)
+    assert engine.generate([[1, 2, 3]], params)[0].token_ids == wanted.token_ids
+
+
+class Settings(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.before, self.value = float("nan"), value
+
+    def forward(self, x):
+        return x * self.value
+
+
+@pytest.mark.parametrize("value", [1.0, [1, 2], None], ids=str)
+def test_an_array_in_place_of_a_plain_value_is_noticed(value):
+    settings = Settings(value)
+    watch = Watch(settings, ())
+    settings.before = float("nan")
+    assert watch.change() is None
+    settings.value = torch.ones(2)
+    assert watch.change().startswith("value of a Settings has another value")
+
+
+@pytest.mark.parametrize(("value", "again"), [(["a"], "a"), ("a", ["a"])])
+def test_one_active_adapter_is_a_name_or_a_list(value, again):
+    """A model of PEFT has a list when it is loaded, and a name after ``set_adapter``."""
+    settings = Settings(value)
+    watch = Watch(settings, ())
+    settings.value = "b"
+    assert watch.change().startswith("value of a Settings has another value")
+    settings.value = again
+    assert watch.change() is None
+
+
+def test_another_forward_may_read_what_its_class_does_not_name():
+    mlp = tiny_model("llama").model.layers[0].mlp
+    mlp.strength = 1.0
+    mlp.forward = lambda hidden: mlp.strength * type(mlp).forward(mlp, hidden)
+    watch = Watch(mlp, ())
+    mlp.strength = 2.0
+    assert watch.change().startswith("strength of a LlamaMLP has another value")

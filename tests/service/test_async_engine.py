@@ -232,7 +232,6 @@ def test_requests_of_a_loop_that_was_closed_are_dropped(pair):
     assert stream.request_id == "request-1"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 @pytest.mark.parametrize("are_encoded", [False, True])
 def test_each_request_that_a_closed_engine_ends_has_an_error_of_its_own(pair, are_encoded, monkeypatch):
     """One for all grew by the frames of every task that raised it, and each task's log printed those of all before."""
@@ -256,6 +255,7 @@ def test_each_request_that_a_closed_engine_ends_has_an_error_of_its_own(pair, ar
     assert max(len(traceback.extract_tb(error.__traceback__)) for error in errors) < 10
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 def test_an_engine_is_refused_in_a_fork(pair):
     engine = sd.AsyncEngine(*pair)
     params = sd.SamplingParams(max_new_tokens=5)
