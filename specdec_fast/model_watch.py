@@ -1,30 +1,24 @@
 """Detects changes of a model that its forward program or its graphs would not see.
 
 Programs and graphs read weights from the model's memory, so most changes in place take effect. They do not see tensors
-that were moved or replaced, modules, hooks or forwards that were added or replaced later, and other settings of modules
-(Python's numbers and names, such as PEFT's active adapter). A program does not see changes of numbers that it copied:
-scalars, and results computed from weights alone.
+that were moved or replaced, modules, hooks or forwards that were added or replaced later, and which adapters of PEFT
+are active. A program does not see changes of numbers that it copied: scalars, and results computed from weights alone.
+Other attributes of modules are not watched: most are notes of trainers and users, which no forward reads.
 """
 
 from __future__ import annotations
 
 import copy
-import dis
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import getattr_static
 from itertools import chain
-from math import isnan
 from operator import is_
-from types import CellType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
-from torch.nn.modules.dropout import _DropoutNd
-from transformers import GenerationMixin, PreTrainedModel
 
 from specdec_fast.errors import UnsupportedModelError
 
@@ -33,11 +27,8 @@ _MOST_COPIED = 1 << 16
 _SAMPLED = 64  # numbers in the middle of a tensor that tell whether it has changed without PyTorch's notice
 _COLLECTING = "transformers.utils.output_capturing"  # the module of hooks that collect hidden states and attentions
 _GLOBAL_HOOKS = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
-# Attributes that change no forward in evaluation mode: PyTorch's own, and what trainers write.
-_NO_SETTINGS = {*vars(nn.Module()), "gradient_checkpointing"}
-# Classes whose attributes are names, plans of devices and notes of trainers, which no forward reads.
-_WITHOUT_SETTINGS = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__}
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+# Attributes of PEFT's modules that say which adapters are active, merged or disabled, and how strong they are.
+_ADAPTER_SETTINGS = ("active_adapter", "_active_adapter", "merged_adapters", "_disable_adapters", "scaling")
 
 
 class OwnForward(partial[Any]):
@@ -121,8 +112,9 @@ class Watch:
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [_address_of(tensor) for tensor in self._tensors]
         self._forwards = [(m, replaced_forward(m), _forward_of(type(m))) for m in modules]
-        names = {cls: _names_in(cls) for cls in set(map(type, modules))}
-        self._settings = [(m, vars(m), *_settings_of(m, names[type(m)])) for m in modules]
+        self._adapters = [
+            (m, name, _adapters_of(m, name)) for m in modules for name in _ADAPTER_SETTINGS if name in vars(m)
+        ]
         self._hooks = [*_GLOBAL_HOOKS, *chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
         is_copied = [tensor.numel() <= _MOST_COPIED or tensor.is_inference() for tensor in baked]
         self._copies = [(t, t.detach().clone()) for t, copied in zip(baked, is_copied, strict=True) if copied]
@@ -142,16 +134,12 @@ class Watch:
         if changed or any(tensor._version != version for tensor, version in self._versions):
             return "weights whose numbers the program copied (scalars, or sums like 1 + w) have been changed in place"
         # Hooks last, so that other changes of a model with hooks, which has no program, are noticed.
-        return self._other_setting() or self._hook()
+        return self._other_adapters() or self._hook()
 
-    def _other_setting(self) -> str | None:
-        for module, attributes, names, values in self._settings:
-            present = tuple(map(attributes.get, names))
-            if all(map(is_, present, values)):
-                continue
-            for name, now, before in zip(names, present, values, strict=True):
-                if now is not before and not _are_equal(now, before):
-                    return f"{name} of a {type(module).__name__} has another value (as when PEFT switches adapters)"
+    def _other_adapters(self) -> str | None:
+        for module, name, before in self._adapters:
+            if _adapters_of(module, name) != before:
+                return f"{name} of a {type(module).__name__} has another value (as when PEFT switches adapters)"
         return None
 
     def _hook(self) -> str | None:
@@ -164,103 +152,10 @@ def _forward_of(cls: type[nn.Module]) -> Any:
     return getattr_static(cls, "forward", None)
 
 
-class _Names(NamedTuple):
-    """Names in the code of a module's class."""
-
-    read: set[str]  # all of them
-    written: set[str]  # of attributes to which its forward assigns
-
-
-def _settings_of(module: nn.Module, names: _Names) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return names and values of a module's attributes that are plain values, or lists and dictionaries of such.
-
-    What the code of its class does not name is a note of somebody else, such as a step or a history of losses, unless
-    another forward may read it. A count that its forward keeps is a state, and so is None where it will keep tensors.
-    """
-    is_class_alone = replaced_forward(module) is None
-    settings = {}
-    for name, value in list(vars(module).items()):
-        is_note = is_class_alone and name not in names.read
-        is_state = name in names.written and (value is None or type(value) is int)
-        if name not in _NO_SETTINGS and "dropout" not in name and not is_note and not is_state and _is_plain(value):
-            settings[name] = copy.deepcopy(value)
-    return tuple(settings), tuple(settings.values())
-
-
-def _names_in(cls: type[nn.Module]) -> _Names:
-    """Return the names in the code of a module's class. Dropout does nothing in evaluation mode, so it has none."""
-    if issubclass(cls, _DropoutNd):
-        return _Names(set(), set())
-    methods: dict[str, list[CodeType]] = defaultdict(list)
-    for base in cls.__mro__:
-        if base not in _WITHOUT_SETTINGS:
-            for name, value in list(vars(base).items()):
-                methods[name] += _codes_of(value)
-    codes = [code for some in methods.values() for code in some]
-    # a text may be the name that setattr takes
-    read = {each for code in codes for each in (*code.co_names, *code.co_consts) if isinstance(each, str)}
-    written: set[str] = set()
-    called = ["forward"]
-    seen: set[str] = set()
-    while called:
-        name = called.pop()
-        if name not in seen:
-            seen.add(name)
-            for code in methods.get(name, []):
-                written.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
-                called += code.co_names
-    return _Names(read, written)
-
-
-def _codes_of(value: Any) -> list[CodeType]:
-    """Return the code of a method or property, of what it decorates, and of the functions inside."""
-    codes: list[CodeType] = []
-    pending = [value]
-    seen: set[int] = set()
-    while pending:
-        each = pending.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, CodeType):
-            codes.append(each)
-            pending += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
-        elif isinstance(each, property):
-            pending += [each.fget, each.fset]
-        elif isinstance(each, (FunctionType, staticmethod, classmethod)):
-            function = getattr(each, "__func__", each)
-            pending += [getattr(function, "__code__", None), getattr(function, "__wrapped__", None)]
-            pending += [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _has_value(cell)]
-    return codes
-
-
-def _has_value(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a name that is not assigned yet
-        return False
-
-
-def _are_equal(now: Any, before: Any) -> bool:
-    """Return whether a value equals a plain one that it was before; NaN equals NaN, and a name the list of it alone."""
-    if isinstance(now, float) and isinstance(before, float) and isnan(now) and isnan(before):
-        return True
-    if isinstance(now, str) and isinstance(before, list):  # PEFT writes one active adapter in both ways
-        now = [now]
-    elif isinstance(now, list) and isinstance(before, str):
-        before = [before]
-    try:
-        return bool(now == before)
-    except (RuntimeError, ValueError):  # an array took its place
-        return False
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    return isinstance(value, _PLAIN)
+def _adapters_of(module: nn.Module, name: str) -> Any:
+    """Return a copy of a setting of adapters. PEFT writes one active adapter as its name or as a list of it."""
+    value = vars(module).get(name)
+    return [value] if isinstance(value, str) else copy.deepcopy(value)
 
 
 class Numbers:
