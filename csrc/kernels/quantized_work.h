@@ -30,7 +30,7 @@ struct PreparedRows {
 struct QuantizedTask {
   const PackedWeight* weight;
   const PreparedRows* rows;
-  std::int64_t first_row, num_rows;      // at most kPassRows, for tiles kPreparedRows
+  std::int64_t first_row, num_rows;      // at most the code's pass_rows, for tiles kPreparedRows
   std::int64_t first_panel, num_panels;  // at most kMostPanels
   float* totals;                         // [num_rows, num_panels, kPanelOutputs]
   float* scales;                         // memory for [2, num_panels, kScaleBlocks, kPanelOutputs]

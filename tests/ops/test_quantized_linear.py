@@ -78,14 +78,14 @@ def test_bits_of_a_row_are_its_own(version, kind, in_features, out_features, has
 
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_threads_and_long_prompts_change_no_bit(name):
-    """More rows than are prepared at a time, and outputs that threads divide unevenly."""
+    """More rows than are prepared at a time, and outputs that threads divide unevenly, or too few for each of them."""
     weight = rounded(torch.randn(150, 256, generator=torch.Generator().manual_seed(3)), ROUNDINGS[name])
     rows = torch.randn(400, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
     multiply = OP.load("cpp")
     expected = torch.cat([multiply(row[None], weight) for row in rows[::7]])
     before = torch.get_num_threads()
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             assert same_bits(multiply(rows, weight)[::7].clone(), expected)
     finally:
