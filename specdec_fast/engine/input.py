@@ -20,7 +20,7 @@ from specdec_fast.errors import (
 from specdec_fast.models.model_checks import why_fewer_positions
 from specdec_fast.request.detokenizer import detokenizer_of, tokenizer_failures
 from specdec_fast.request.prompt_options import PromptOptions
-from specdec_fast.request.prompts import encode_prompt, encode_words
+from specdec_fast.request.prompts import encode_prompt
 from specdec_fast.request.reasoning_mask import ReasoningMask
 from specdec_fast.request.restrictions import masks_of
 from specdec_fast.request.sequence import Sequence
@@ -29,9 +29,9 @@ from specdec_fast.request.token_bounds import least_tokens
 from specdec_fast.request.token_masks import TokenMask, TokenMasks
 from specdec_fast.runner.ragged_model import RaggedModel
 from specdec_fast.sampling_params import SamplingParams, as_sampling_params
-from specdec_fast.structured_outputs.compiling import Grammars, special_ids
+from specdec_fast.structured_outputs.compiling import Grammars
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
-from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState, state_behind_prompt
+from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState, special_marks, state_behind_prompt
 
 _DEFAULTS = PromptOptions()
 
@@ -205,10 +205,9 @@ class RequestBuilder:
             GrammarError: special tokens mark the reasoning, and the request's text leaves them out.
         """
         tokenizer = self._tokenizer
-        marks = (reasoning.begin, reasoning.end) if tokenizer is not None and params.skip_special_tokens else ()
+        skips_special = tokenizer is not None and params.skip_special_tokens
         with tokenizer_failures(GrammarError, "reasoning: the tokenizer cannot read its marks, or the prompt's end"):
-            special = special_ids(tokenizer) if marks else set()
-            skipped = [mark for mark in marks if special.intersection(encode_words(tokenizer, [mark])[0])]
+            skipped = special_marks(reasoning, tokenizer) if skips_special else []
             state = state_behind_prompt(reasoning, tokenizer, prompt_ids, options.continue_final_message)
         if skipped:
             raise GrammarError(

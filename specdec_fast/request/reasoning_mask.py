@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_fast.request.token_bytes import complete
+from specdec_fast.request.token_bytes import character_length, complete
 from specdec_fast.request.token_masks import WORD_BITS, TokenMask, row_of
 from specdec_fast.structured_outputs.reasoning import Reasoning, ReasoningState, overlap
 from specdec_fast.structured_outputs.token_texts import TokenTexts
@@ -114,7 +114,7 @@ class ReasoningMask(TokenMask):
         num_begun = overlap(text, self._end)
         part = text[complete(text) :]
         if len(part) > num_begun:  # of a character that is no part of the end
-            return 2 + (part[0] >= 0xE0) + (part[0] >= 0xF0) - len(part)
+            return character_length(part[0]) - len(part)
         return self._end[num_begun:]
 
     def _behind(self, place: _Place, text: bytes) -> _Place:

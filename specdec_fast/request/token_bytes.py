@@ -33,6 +33,11 @@ def bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
     return {token: text for token, text in sorted(found.items()) if text}  # a vocabulary comes in any order
 
 
+def character_length(first: int) -> int:
+    """Return how many bytes a character of UTF-8 has that begins with this byte, of those with more than one."""
+    return 2 + (first >= 0xE0) + (first >= 0xF0)
+
+
 def complete(text: bytes) -> int:
     """Return how many bytes of a UTF-8 text there are without a character at its end that further bytes may complete.
 
@@ -43,7 +48,7 @@ def complete(text: bytes) -> int:
         if byte < 0x80:
             break
         if byte >= 0xC0:  # the first byte of a character, but for those that UTF-8 never has
-            length = 0 if byte in _NO_FIRST_BYTES else 2 + (byte >= 0xE0) + (byte >= 0xF0)
+            length = 0 if byte in _NO_FIRST_BYTES else character_length(byte)
             return len(text) - (behind if behind < length else 0)
     return len(text)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from specdec_fast.errors import ConfigError
 from specdec_fast.server.tool_calls.formats import FORMATS, ToolFormat, format_of_template
-from specdec_fast.structured_outputs.compiling import special_ids
-from specdec_fast.structured_outputs.reasoning import REASONING_FORMATS, Reasoning, reasoning_of_template
+from specdec_fast.structured_outputs.reasoning import REASONING_FORMATS, Reasoning, reasoning_of_template, special_marks
 
 NO_REASONING = "none"
 
@@ -71,10 +70,8 @@ def _has_special_marks(tokenizer: Any | None, reasoning: Reasoning | None) -> bo
     """Return whether special tokens mark reasoning; False if a tokenizer of the caller's own cannot say it."""
     if reasoning is None or not callable(tokenizer):
         return False
-    marks = (reasoning.begin, reasoning.end)
     try:
-        special = special_ids(tokenizer)
-        return any(not special.isdisjoint(tokenizer(mark, add_special_tokens=False).input_ids) for mark in marks)
+        return bool(special_marks(reasoning, tokenizer))
     except Exception:  # it may raise anything, and it may have no special tokens
         return False
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from specdec_fast.errors import GrammarError
 from specdec_fast.server.tool_calls.formats import Tool, ToolFormat
+from specdec_fast.server.tool_calls.formats.tag_elements import any_of, json_element, text_element
 from specdec_fast.structured_outputs.parameters import StructuredOutputs
 from specdec_fast.structured_outputs.schemas import check_schema
 
@@ -154,7 +155,7 @@ def _element_of(asked: StructuredOutputs) -> dict[str, Any]:
     if asked.kind == "json_object":
         return _json_of({"type": "object"})
     if asked.kind == "choice":
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in json.loads(asked.text)]}
+        return any_of([text_element(text) for text in json.loads(asked.text)])
     if asked.kind == "structural_tag":
         return dict(json.loads(asked.text).get("format") or {})
     return {"type": asked.kind, "pattern" if asked.kind == "regex" else "grammar": asked.text}
@@ -186,7 +187,7 @@ def _response_element(response_format: Mapping[str, Any] | None) -> dict[str, An
 
 
 def _json_of(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_WHITESPACE}
+    return json_element(schema, _MOST_WHITESPACE)
 
 
 def _check_parameters(index: int, tool: Tool, tool_format: ToolFormat) -> None:

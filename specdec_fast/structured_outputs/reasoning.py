@@ -197,6 +197,22 @@ class ReasoningReader:
         return answer
 
 
+def special_marks(reasoning: Reasoning, tokenizer: Any) -> list[str]:
+    """Return the marks of reasoning that have special tokens, which a text may leave out.
+
+    Raises ValueError if a mark has no tokens, and whatever the tokenizer raises.
+    """
+    special = special_ids(tokenizer)
+    found = []
+    for mark in (reasoning.begin, reasoning.end):
+        token_ids = list(tokenizer(mark, add_special_tokens=False).input_ids)
+        if not token_ids:
+            raise ValueError(f"{mark!r:.80} has no tokens")
+        if not special.isdisjoint(token_ids):
+            found.append(mark)
+    return found
+
+
 def state_behind_prompt(
     reasoning: Reasoning, tokenizer: Any | None, prompt_ids: list[int], is_continued: bool = False
 ) -> ReasoningState:

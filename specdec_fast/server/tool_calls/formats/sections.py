@@ -9,7 +9,14 @@ from typing import Any
 
 from specdec_fast.server.tool_calls.formats.base import Taken, Tool, ToolCall, ToolFormat
 from specdec_fast.server.tool_calls.formats.json_text import after_space, json_at
-from specdec_fast.server.tool_calls.formats.tag_elements import json_element, json_tag, list_of, sequence, text_element
+from specdec_fast.server.tool_calls.formats.tag_elements import (
+    json_element,
+    json_tag,
+    list_of,
+    sequence,
+    text_element,
+    with_lead,
+)
 
 
 class SectionFormat(ToolFormat):
@@ -55,8 +62,7 @@ class SectionFormat(ToolFormat):
         """Return the call at a place, where ``call_begin`` stands, and where it ends; None if none is complete."""
 
     def calls(self, tools: list[Tool], most: int | None) -> dict[str, Any]:
-        lead = [{"type": "optional", "content": text_element(self.lead)}] if self.lead else []
-        return sequence(*lead, self._section_of(tools, most))
+        return with_lead(self.lead, self._section_of(tools, most))
 
     def free_text(self, tools: list[Tool], most: int | None) -> dict[str, Any]:
         tags = [self._section_of(tools, most)]
@@ -68,23 +74,36 @@ class SectionFormat(ToolFormat):
         return {"type": "tag", "begin": self.section[0] + first, "content": calls, "end": last + self.section[1]}
 
 
-class DeepSeekV31Format(SectionFormat):
+class JsonSectionFormat(SectionFormat):
+    """Calls in a section, with arguments that are a JSON object.
+
+    Attributes:
+        head: reads the beginning of a call; its group ``name`` is that of the function, and ``id``, if it has one, that
+            of the call.
+        end: reads what ends a call, behind the arguments.
+    """
+
+    head: re.Pattern[str]
+    end: re.Pattern[str]
+
+    def _read_call(self, text: str, place: int, is_last: bool, tools: Sequence[Tool]) -> tuple[ToolCall, int] | None:
+        head = self.head.match(text, place)
+        arguments = None if head is None else json_at(text, head.end())
+        end = None if arguments is None else self.end.match(text, arguments.stop)
+        if head is None or arguments is None or end is None or arguments.kind != "object":
+            return None
+        return ToolCall(head["name"], arguments.text, head.groupdict().get("id")), end.end()
+
+
+class DeepSeekV31Format(JsonSectionFormat):
     """``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>``: DeepSeek-V3.1."""
 
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     call_begin = "<｜tool▁call▁begin｜>"
-    _head = re.compile(r"<｜tool▁call▁begin｜>\s*([\w.-]+)\s*<｜tool▁sep｜>")
-    _end = re.compile(r"\s*<｜tool▁call▁end｜>")
+    head = re.compile(r"<｜tool▁call▁begin｜>\s*(?P<name>[\w.-]+)\s*<｜tool▁sep｜>")
+    end = re.compile(r"\s*<｜tool▁call▁end｜>")
     _head_text = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>"
     _end_text = "<｜tool▁call▁end｜>"
-
-    def _read_call(self, text: str, place: int, is_last: bool, tools: Sequence[Tool]) -> tuple[ToolCall, int] | None:
-        head = self._head.match(text, place)
-        arguments = None if head is None else json_at(text, head.end())
-        end = None if arguments is None else self._end.match(text, arguments.stop)
-        if head is None or arguments is None or end is None or arguments.kind != "object":
-            return None
-        return ToolCall(head[1], arguments.text), end.end()
 
     def _tag(self, tool: Tool) -> dict[str, Any]:
         return json_tag(self._head_text.format(tool.name), tool.parameters, self._end_text)
@@ -94,13 +113,13 @@ class DeepSeekV3Format(DeepSeekV31Format):
     """As DeepSeek-V3.1, with ``function<｜tool▁sep｜>NAME`` and the arguments in a fence: DeepSeek-V3 and R1."""
 
     spaces = ("", "\n", "")
-    _head = re.compile(r"<｜tool▁call▁begin｜>\s*\w*\s*<｜tool▁sep｜>\s*([\w.-]+)\s*```(?:json)?")
-    _end = re.compile(r"\s*```\s*<｜tool▁call▁end｜>")
+    head = re.compile(r"<｜tool▁call▁begin｜>\s*\w*\s*<｜tool▁sep｜>\s*(?P<name>[\w.-]+)\s*```(?:json)?")
+    end = re.compile(r"\s*```\s*<｜tool▁call▁end｜>")
     _head_text = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n"
     _end_text = "\n```<｜tool▁call▁end｜>"
 
 
-class KimiFormat(SectionFormat):
+class KimiFormat(JsonSectionFormat):
     """``<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}<|tool_call_end|>``: Kimi K2.
 
     What stands before the arguments is the id of the call; the template shows it again beside the result.
@@ -108,18 +127,11 @@ class KimiFormat(SectionFormat):
 
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     call_begin = "<|tool_call_begin|>"
-    _head = re.compile(
-        r"<\|tool_call_begin\|>\s*((?:functions\.)?([\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>", re.ASCII
+    head = re.compile(
+        r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>",
+        re.ASCII,
     )
-    _end = re.compile(r"\s*<\|tool_call_end\|>")
-
-    def _read_call(self, text: str, place: int, is_last: bool, tools: Sequence[Tool]) -> tuple[ToolCall, int] | None:
-        head = self._head.match(text, place)
-        arguments = None if head is None else json_at(text, head.end())
-        end = None if arguments is None else self._end.match(text, arguments.stop)
-        if head is None or arguments is None or end is None or arguments.kind != "object":
-            return None
-        return ToolCall(head[2], arguments.text, head[1]), end.end()
+    end = re.compile(r"\s*<\|tool_call_end\|>")
 
     def _tag(self, tool: Tool) -> dict[str, Any]:
         index = {"type": "regex", "pattern": "0|[1-9][0-9]{0,2}"}

@@ -7,9 +7,9 @@ from typing import Any
 _MOST_WHITESPACE = 1  # characters in a row in arguments; models learn calls without line ends
 
 
-def json_element(schema: Any) -> dict[str, Any]:
-    """Return a JSON value that follows a schema."""
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_WHITESPACE}
+def json_element(schema: Any, most_whitespace: int = _MOST_WHITESPACE) -> dict[str, Any]:
+    """Return a JSON value that follows a schema, with at most so many characters of whitespace in a row."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most_whitespace}
 
 
 def json_tag(begin: str, schema: Any, end: str) -> dict[str, Any]:
@@ -25,6 +25,11 @@ def text_element(value: str) -> dict[str, Any]:
 def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
     """Return elements one after the other."""
     return {"type": "sequence", "elements": list(elements)} if elements else text_element("")
+
+
+def with_lead(lead: str, element: dict[str, Any]) -> dict[str, Any]:
+    """Return an element before which a text may stand, or none if the text is empty."""
+    return sequence({"type": "optional", "content": text_element(lead)}, element) if lead else sequence(element)
 
 
 def any_of(elements: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from specdec_fast.server.tool_calls.formats.argument_types import ANY_TYPE, TEXT
 from specdec_fast.server.tool_calls.formats.base import Taken, Tool, ToolCall, ToolFormat
 from specdec_fast.server.tool_calls.formats.json_text import after_space, json_at, quoted
 from specdec_fast.server.tool_calls.formats.sections import SectionFormat
-from specdec_fast.server.tool_calls.formats.tag_elements import any_of, list_of, sequence, text_element
+from specdec_fast.server.tool_calls.formats.tag_elements import any_of, list_of, sequence, with_lead
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,12 @@ class Marks:
             found.append(tag if each.is_required else {"type": "optional", "content": tag})
         return sequence(*found)
 
+    def call(self, around: tuple[str, str], tool: Tool) -> dict[str, Any]:
+        """Return the tag of a call; ``around``: what is written before the arguments, with ``{name}``, and behind."""
+        begin, end = around
+        content = self.elements(tool.parameters)
+        return {"type": "tag", "begin": begin.format(name=tool.name), "content": content, "end": end}
+
     def _tag(self, name: str, is_text: str, elements: list[dict[str, Any]]) -> dict[str, Any]:
         begin = self.begin.format(name=name, is_text=is_text)
         end = ("\n" if self.has_line_ends else "") + self.end + self.after
@@ -149,16 +155,13 @@ class TaggedFormat(ToolFormat):
         return Taken([], len(text) if next_call is None else next_call.start())
 
     def calls(self, tools: list[Tool], most: int | None) -> dict[str, Any]:
-        lead = [{"type": "optional", "content": text_element(self.lead)}] if self.lead else []
-        return sequence(*lead, list_of([self._tag(tool) for tool in tools], self.separator, most))
+        return with_lead(self.lead, list_of([self._tag(tool) for tool in tools], self.separator, most))
 
     def free_text(self, tools: list[Tool], most: int | None) -> dict[str, Any]:
         return super().free_text(tools, most) | {"excludes": list(self.excludes)}
 
     def _tag(self, tool: Tool) -> dict[str, Any]:
-        begin, end = self.call
-        content = self.arguments.elements(tool.parameters)
-        return {"type": "tag", "begin": begin.format(name=tool.name), "content": content, "end": end}
+        return self.arguments.call(self.call, tool)
 
 
 class QwenCoderFormat(TaggedFormat):
@@ -238,9 +241,7 @@ class InvokeFormat(SectionFormat):
         return None if head is None or found is None else (ToolCall(head[1], found[0]), found[1])
 
     def _tag(self, tool: Tool) -> dict[str, Any]:
-        begin, end = self.call
-        content = self.arguments.elements(tool.parameters)
-        return {"type": "tag", "begin": begin.format(name=tool.name), "content": content, "end": end}
+        return self.arguments.call(self.call, tool)
 
 
 class MiniMaxFormat(InvokeFormat):
